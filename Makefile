@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# the newest of what is installed and what asks for it
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench clean
+.DEFAULT_GOAL := demo
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing isentrope and its tools into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(READY)
+
+demo: $(READY)  ## what each temperature law does to attention entropy, n = 64 … 32768
+	$(BIN)/isentrope laws --out results/laws
+
+test: $(READY)  ## every test that runs on this machine
+	$(BIN)/python -m pytest -n 2
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## each method against plain SDPA on this CPU
+	$(BIN)/python benchmarks/attention_cpu.py
+
+clean:
+	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

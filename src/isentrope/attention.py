@@ -1,0 +1,286 @@
+"""Attention under a recipe: the only place where parts, geometry and backends meet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isentrope.backends import chunked, flex, reference, sdpa
+from isentrope.backends.call import Call
+from isentrope.fold import angles, fold
+from isentrope.layout import Layout, PositionIds
+from isentrope.masks import Document, Full, Mask, Padding, data_masks
+from isentrope.positions import Branch, NoPE, Position
+from isentrope.recipe import Recipe
+from isentrope.region import Region, band
+from isentrope.scores import Dot
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flex": flex, "chunked": chunked}
+logger = logging.getLogger("isentrope")
+
+
+@dataclass(frozen=True)
+class Aux:
+    """What attention can tell besides its output, in nats, (batch, heads, queries); and the backend that ran."""
+
+    lse: Tensor | None
+    entropy: Tensor | None
+    backend: str
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Recipe | str | None = None,
+    *,
+    causal: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    position_ids: PositionIds | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    rotated_keys: bool = False,
+    backend: str = "auto",
+    return_lse: bool = False,
+    return_entropy: bool = False,
+) -> Any:
+    """softmax(τ(n) · s(q, k) + bias) v under a recipe.
+
+    q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv), as in
+    `torch.nn.functional.scaled_dot_product_attention`. With fewer queries than keys the last query stands at the last key
+    (the last unpadded one).
+
+    causal: no query sees a key ahead of it.
+    lengths: unpadded keys per row, (batch,), padding on the right.
+    position_ids: positions of the keys (their last `queries` are the queries'), or of the queries alone, or a pair
+        (queries, keys). Masks and distances are measured in positions.
+    mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
+    scale: replaces the score's own factor (1/√d, or α).
+    rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
+    backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
+        sdpa; on a GPU sdpa for plain full or causal attention and flex for the rest; chunked where those refuse.
+    return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the attention
+        weights. They carry gradients on the reference backend only.
+
+    A query that sees no key gives zeros (lse -inf, entropy 0).
+    """
+    recipe = as_recipe(recipe).resolved()
+    _check_shapes(q, k, v)
+    layout, region, is_causal = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
+    calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
+    name = _choose(backend, calls)
+    need_lse = return_lse or return_entropy
+    out, lse = BACKENDS[name].attend(calls, need_lse)
+    if not need_lse:
+        return out
+    entropy = _entropy(name, calls, lse, is_causal) if return_entropy else None
+    return out, Aux(lse if return_lse else None, entropy, name)
+
+
+def as_recipe(recipe: Recipe | str | None) -> Recipe:
+    if isinstance(recipe, str):
+        return Recipe.parse(recipe)
+    if recipe is None:
+        return Recipe()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe: expected a Recipe, its text or None, got {recipe!r}")
+    return recipe
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected a tensor (batch, heads, length, size), got {got}")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{name}: expected a floating-point tensor, got {x.dtype}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name}: expected {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected batch {q.shape[0]} like q, got {x.shape[0]}")
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name}: expected at least one head, token and entry, got {tuple(x.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected head size {q.shape[-1]} like q, got {k.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"v: expected heads and length {tuple(k.shape[1:3])} like k, got {tuple(v.shape[1:3])}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: expected a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}")
+
+
+def _geometry(
+    q: Tensor,
+    k: Tensor,
+    recipe_mask: Mask | None,
+    call_mask: Mask | None,
+    causal: bool,
+    lengths: Tensor | Sequence[int] | None,
+    position_ids: PositionIds | None,
+) -> tuple[Layout, Region, bool]:
+    """Where tokens sit, what each query may see, and whether that is never a key ahead."""
+    if call_mask is not None and not isinstance(call_mask, Mask):
+        raise ValueError(f"mask: expected a mask such as Document(ids), got {call_mask!r}")
+    masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
+    data = [d for mask in masks for d in data_masks(mask)]
+    paddings = [d for d in data if isinstance(d, Padding)]
+    documents = [d for d in data if isinstance(d, Document)]
+    if len(paddings) + (lengths is not None) > 1:
+        raise ValueError("lengths: expected lengths or one Padding mask, got more than one")
+    if len(documents) > 1:
+        raise ValueError(f"mask: expected one Document mask, got {len(documents)}")
+    padding = paddings[0] if paddings else None
+    layout = Layout(
+        q.shape[0],
+        q.shape[2],
+        k.shape[2],
+        q.device,
+        lengths=lengths if padding is None else padding.lengths,
+        left_padded=padding is not None and padding.side == "left",
+        documents=documents[0].ids if documents else None,
+        position_ids=position_ids,
+    )
+    causal = causal or any(mask.causal for mask in masks)
+    region = Full().region(causal)
+    for mask in masks:
+        region = region & mask.region(causal)
+    return layout, layout.simplify(region), causal
+
+
+def _calls(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Recipe,
+    layout: Layout,
+    region: Region,
+    scale: float | None,
+    rotated_keys: bool,
+) -> list[Call]:
+    """One call for each branch of the position method that some pair falls into, with everything folded into q and k."""
+    score = recipe.score or Dot()
+    position: Position = recipe.position or NoPE()
+    if rotated_keys and not position.keys_cacheable:
+        raise ValueError(
+            f"rotated_keys: {position.name()} needs raw keys, since one key meets different queries at different angles; "
+            "cache the keys before rotation"
+        )
+    if rotated_keys and score.normalises:
+        raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    tau = _temperature(recipe.temperature, layout, region, q, dtype)
+    factor = score.factor(q.shape[-1]) if scale is None else float(scale)
+    interleaved = getattr(position, "layout", "half") == "interleaved"
+    theta = _frequencies(position, q, layout, dtype)
+
+    def positioned(x: Tensor, at: Tensor | float | None, theta: Tensor | None, tau: Tensor | None) -> Tensor:
+        turn = None if theta is None else angles(at, theta, dtype)
+        return fold(x, turn, tau, score.normalises, interleaved)
+
+    calls = []
+    for branch in _reachable(position.branches(layout.query, layout.key, q.shape[1]), layout, region):
+        key = k if rotated_keys else positioned(k, branch.key, theta[1], None)
+        query = positioned(q, branch.query, theta[0], tau)
+        calls.append(Call(query, key, v, factor, branch.region, layout, branch.slopes))
+    return calls
+
+
+def _reachable(branches: tuple[Branch, ...], layout: Layout, region: Region) -> list[Branch]:
+    """Branches cut to the visible region, without those that are empty at this length."""
+    cut = [replace(branch, region=layout.simplify(branch.region & region)) for branch in branches]
+    return [branch for branch in cut if branch.region.spans] or cut[:1]
+
+
+def _temperature(law: Any, layout: Layout, region: Region, q: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """τ of each query, (batch or 1, heads or 1, queries)."""
+    if law is None:
+        return None
+    n = layout.count(getattr(law, "count", "visible"), region)
+    # over one key, or none, the softmax is the same at any temperature: no law need be defined there
+    n = n.clamp_min(2)[:, None].to(dtype)
+    tau: Tensor = law.scale(n, q.shape[-1])
+    if tau.dim() != 3 or tau.shape[1] not in (1, q.shape[1]):
+        raise ValueError(f"temperature: expected τ for 1 or {q.shape[1]} heads, got shape {tuple(tau.shape)}")
+    return tau
+
+
+def _frequencies(
+    position: Position, q: Tensor, layout: Layout, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """θ for the queries and for the keys; they differ only where rows or documents have lengths of their own."""
+    if not position.rotates:
+        return None, None
+    head_dim = q.shape[-1]
+    of_queries, of_keys = layout.row_lengths
+    theta = position.frequencies(head_dim, of_queries, dtype, q.device)  # type: ignore[attr-defined]
+    if theta.dim() == 1:
+        return theta, theta
+    return theta, position.frequencies(head_dim, of_keys, dtype, q.device)  # type: ignore[attr-defined]
+
+
+def _choose(backend: str, calls: list[Call]) -> str:
+    if backend == "auto":
+        return _automatic(calls)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    if (why := BACKENDS[backend].refusal(calls)) is not None:
+        raise ValueError(f"backend {backend!r} cannot compute this: {why}")
+    return backend
+
+
+def _automatic(calls: list[Call]) -> str:
+    """The fastest backend known for this call."""
+    call = calls[0]
+    plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
+    order = ["sdpa"] if not call.q.is_cuda or plain else ["flex"]
+    for name in (*order, "chunked"):
+        if BACKENDS[name].refusal(calls) is None:
+            _announce(name, call.q.device.type)
+            return name
+    raise AssertionError("chunked refuses nothing")
+
+
+@cache
+def _announce(name: str, device: str) -> None:
+    logger.info("attention: backend 'auto' runs %s on %s", name, device)
+
+
+def _entropy(name: str, calls: list[Call], lse: Tensor, causal: bool) -> Tensor:
+    """H = L - Σ_j p_j s_j, branch by branch: with V := K attention returns Σ_j p_j k_j, and s is linear in k."""
+    if name == "reference":
+        return reference.entropy(calls)
+    with torch.no_grad():
+        mean = torch.zeros_like(lse)
+        anchor = torch.where(lse == -inf, 0.0, lse)
+        for call in calls:
+            k_mean, branch = BACKENDS[name].attend([replace(call, v=call.k)], True)
+            score = call.scale * (call.q.to(lse.dtype) * k_mean.to(lse.dtype)).sum(-1)
+            mean += torch.exp(branch - anchor) * score
+            if call.slopes is not None:
+                mean += _mean_bias(name, call, anchor)
+        return torch.where(lse == -inf, 0.0, lse - mean)
+
+
+def _mean_bias(name: str, call: Call, anchor: Tensor) -> Tensor:
+    """Σ_j p_j bias_j. On each side of the query |Δ| is linear in the key's position, so its mean suffices."""
+    assert call.slopes is not None
+    position = call.layout.key[:, None, :, None].to(anchor.dtype)
+    # positions do not fit a half-precision value, nor would their mean
+    wide = replace(call, q=call.q.to(anchor.dtype), k=call.k.to(anchor.dtype))
+    v = position.expand(call.k.shape[0], call.k.shape[1], -1, 16).contiguous()
+    query = call.layout.query[:, None].to(anchor.dtype)
+    total = torch.zeros_like(anchor)
+    for sign, side in ((1, band(-inf, 1)), (-1, band(1, inf))):
+        region = call.layout.simplify(call.region & side)
+        if region.spans:
+            at, branch = BACKENDS[name].attend([replace(wide, v=v, region=region)], True)
+            distance = sign * (query - at[..., 0])
+            total -= torch.exp(branch - anchor) * call.slopes.to(anchor.dtype)[:, None] * distance
+    return total

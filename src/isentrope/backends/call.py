@@ -1,0 +1,66 @@
+"""What a backend is asked to compute: one branch of one attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from isentrope.layout import Layout
+from isentrope.region import CAUSAL, EVERYTHING, Region
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """softmax over the keys in `region` of  scale · q·k - slopes · |Δ|,  applied to v.
+
+    q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv): positioned and tempered.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    region: Region
+    layout: Layout
+    slopes: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def everything(self) -> bool:
+        """No mask at all."""
+        return self.region == EVERYTHING and self.layout.plain
+
+    @property
+    def causal(self) -> bool:
+        """The plain causal triangle of self-attention."""
+        return self.region == CAUSAL and self.layout.plain and self.layout.queries == self.layout.keys
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Visible slots of each query, [low, high): (batch or 1, queries, spans)."""
+        return self.layout.bounds(self.region)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
+        low, high = self.bounds
+        return (high - low).sum(-1)[:, None]
+
+    def mask(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Visible pairs, (batch or 1, 1, rows, columns)."""
+        low, high = (bound[:, rows, :, None] for bound in self.bounds)
+        slots = self.layout.slots[columns]
+        return ((slots >= low) & (slots < high)).any(2)[:, None]
+
+    def bias(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor | None:
+        """-slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
+        if self.slopes is None:
+            return None
+        distance = (self.layout.query[:, None, rows, None] - self.layout.key[:, None, None, columns]).abs()
+        return -self.slopes[:, None, None] * distance

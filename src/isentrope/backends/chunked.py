@@ -1,0 +1,100 @@
+"""Row chunks in plain PyTorch: linear memory, any device, any dtype, any value size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from isentrope.backends import merge
+from isentrope.backends.call import Call
+
+# scores held at once; larger chunks gain nothing on a CPU, whose caches they leave
+SCORES = 1 << 22
+
+
+def refusal(calls: list[Call]) -> str | None:
+    return None
+
+
+def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
+    return merge.attend(KERNEL, calls)
+
+
+class Chunked:
+    """One branch, a few query rows at a time, against only the keys those rows may see.
+
+    Query heads that share a key head are laid along the rows, so keys are never copied.
+    """
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        wide = _wide(call.q)
+        k, v = call.k.to(wide), call.v.to(wide)
+        out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
+        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=wide, device=call.q.device)
+        for rows, columns in _chunks(call):
+            scores = _scores(call, k, rows, columns)
+            top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            o = (weights.flatten(2, 3) @ v[:, :, columns]).unflatten(2, weights.shape[2:4])
+            out[:, :, rows] = (o / total.clamp_min(torch.finfo(wide).tiny)).flatten(1, 2).to(out.dtype)
+            lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
+        return out, lse
+
+    def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = _wide(call.q)
+        k, v = call.k.to(wide), call.v.to(wide)
+        delta = (grad.to(wide) * out.to(wide)).sum(-1)
+        anchor = torch.where(lse == -torch.inf, 0.0, lse)
+        dq = torch.zeros_like(call.q)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for rows, columns in _chunks(call):
+            p = torch.exp(_scores(call, k, rows, columns) - _grouped(anchor[:, :, rows, None], call))
+            g = _grouped(grad[:, :, rows].to(wide), call).flatten(2, 3)
+            dp = (g @ v[:, :, columns].mT).view_as(p)
+            ds = (p * (dp - _grouped(delta[:, :, rows, None], call)) * call.scale).flatten(2, 3)
+            q = _grouped(call.q[:, :, rows].to(wide), call).flatten(2, 3)
+            dq[:, :, rows] = (ds @ k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
+            dk[:, :, columns] += ds.mT @ q
+            dv[:, :, columns] += p.flatten(2, 3).mT @ g
+        return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
+
+
+KERNEL = Chunked()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _grouped(x: Tensor, call: Call) -> Tensor:
+    """(batch, heads, …) as (batch, kv_heads, groups, …)."""
+    return x.unflatten(1, (call.k.shape[1], call.groups))
+
+
+def _scores(call: Call, k: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Masked scores (batch, kv_heads, groups, rows, columns)."""
+    q = _grouped(call.q[:, :, rows].to(k.dtype), call) * call.scale
+    scores = (q.flatten(2, 3) @ k[:, :, columns].mT).unflatten(2, q.shape[2:4])
+    if (bias := call.bias(rows, columns)) is not None:
+        scores = scores + _grouped(bias.to(k.dtype), call)
+    if call.everything:
+        return scores
+    return scores.masked_fill(~call.mask(rows, columns)[:, None], -torch.inf)
+
+
+def _chunks(call: Call) -> Iterator[tuple[slice, slice]]:
+    """Row slices, each with the slice of keys that its rows may see."""
+    batch, heads, queries, _ = call.q.shape
+    low, high = call.layout.key_range(call.region, queries - 1, queries)
+    width, budget = high - low, SCORES / max(1, batch * heads)
+    # step rows see at most width + step keys: the largest step with step · (width + step) ≤ budget
+    step = max(1, min(queries, int((sqrt(width**2 + 4 * budget) - width) / 2)))
+    for first in range(0, queries, step):
+        last = min(first + step, queries)
+        low, high = call.layout.key_range(call.region, first, last)
+        if low < high:
+            yield slice(first, last), slice(low, high)

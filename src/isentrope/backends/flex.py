@@ -1,0 +1,137 @@
+"""FlexAttention: block-sparse fused attention, compiled once for all recipes and lengths.
+
+The mask is two small tensors, the visible interval of each query, so a new recipe or length is new data and not new code.
+Block masks are written from the intervals directly; nothing of size n × n is ever allocated.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from isentrope.backends.call import Call
+from isentrope.backends.merge import merge
+
+BLOCK = 128
+# on a CPU FlexAttention exists only as a dense check of itself
+MOST_ON_CPU = 4096
+
+
+def refusal(calls: list[Call]) -> str | None:
+    q, v = calls[0].q, calls[0].v
+    if q.is_cuda:
+        if q.dtype == torch.float64:
+            return "it does not take float64; use 'chunked'"
+        if min(q.shape[-1], v.shape[-1]) < 16 or max(q.shape[-1], v.shape[-1]) > 256:
+            return f"it takes head sizes from 16 to 256, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for call in calls for x in (call.q, call.k, call.v)):
+        return "it has no backward on a CPU; use 'sdpa' or 'chunked'"
+    if max(q.shape[2], v.shape[2]) > MOST_ON_CPU:
+        return (
+            f"on a CPU it is dense, a check for up to {MOST_ON_CPU} tokens, got {q.shape[2]} × {v.shape[2]}; use 'sdpa'"
+        )
+    return None
+
+
+def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
+    parts = [_branch(call) for call in calls]
+    return merge([o for o, _ in parts], [lse for _, lse in parts])
+
+
+def _branch(call: Call) -> tuple[Tensor, Tensor]:
+    low, high = call.bounds
+    batch, _, queries, _ = call.q.shape
+    # rows past the end repeat the last: a block that reaches over it reads something harmless
+    spare = -queries % BLOCK
+    low, high = (torch.cat((x, x[:, -1:].expand(-1, spare, -1)), 1) for x in (low, high))
+    low, high = (x.to(torch.int32).expand(batch, -1, -1).contiguous() for x in (low, high))
+    block_mask = _block_mask(low, high, queries, call.k.shape[2])
+    score_mod = None if call.slopes is None else _bias(call)
+    kernel = _kernel(low.shape[-1], score_mod is not None, call.q.requires_grad) if call.q.is_cuda else _eager
+    out, lse = kernel(call.q, call.k, call.v, score_mod, block_mask, call.scale, call.groups > 1)
+    # FlexAttention gives a query that sees no key a finite log-sum-exp on some paths
+    blind = call.seen == 0
+    return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: BlockMask, scale: float, grouped: bool
+) -> tuple[Tensor, Tensor]:
+    out, aux = flex_attention(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    assert aux.lse is not None
+    return out, aux.lse
+
+
+def _eager(*args: Any) -> tuple[Tensor, Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        return _run(*args)
+
+
+@cache
+def _kernel(spans: int, biased: bool, grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One compiled function per shape of the mask formula.
+
+    Compilations are counted per code object and, past a limit, silently dropped for the dense path: each variant gets a
+    code object of its own, and `fullgraph` turns a drop into an error.
+    """
+    own = types.FunctionType(_run.__code__.replace(co_name=f"_run_{spans}_{biased}_{grad}"), _run.__globals__)
+    return torch.compile(own, fullgraph=True)
+
+
+def _bias(call: Call) -> Callable[..., Tensor]:
+    assert call.slopes is not None
+    slopes = call.slopes.float()
+    batch = call.q.shape[0]
+    query = call.layout.query.to(torch.int32).expand(batch, -1).contiguous()
+    key = call.layout.key.to(torch.int32).expand(batch, -1).contiguous()
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[h] * (query[b, i] - key[b, j]).abs()
+
+    return score_mod
+
+
+def _visible(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
+    spans = low.shape[-1]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (j >= low[b, i, 0]) & (j < high[b, i, 0])
+        for s in range(1, spans):
+            seen = seen | ((j >= low[b, i, s]) & (j < high[b, i, s]))
+        return seen
+
+    return mask_mod
+
+
+def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask:
+    """The blocks each row of blocks must visit, and those of them that need no mask, from intervals alone."""
+    first = torch.arange(0, keys, BLOCK, device=low.device)
+    low_rows, high_rows = (x.unflatten(1, (-1, BLOCK))[..., None] for x in (low, high))
+    # (batch, query blocks, rows, spans, key blocks) is never formed: extremes over rows come first
+    seen = low_rows < high_rows
+    union_low = torch.where(seen, low_rows, keys).amin(2)
+    union_high = torch.where(seen, high_rows, 0).amax(2)
+    touched = ((union_low < first + BLOCK) & (union_high > first)).any(2)
+    full = ((low_rows.amax(2) <= first) & (high_rows.amin(2) >= first + BLOCK)).any(2)
+    partial = touched & ~full
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=_visible(low, high), seq_lengths=(queries, keys)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of blocks visits, and which, those first."""
+    blocks = blocks[:, None].to(torch.int32)
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

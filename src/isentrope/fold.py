@@ -1,0 +1,62 @@
+"""What is done to a query or key before attention: normalise, rotate, multiply by τ, in one pass.
+
+All of it folds into q and k, so that any attention kernel runs every method unchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isentrope.compiled import compiled
+from isentrope.scores import unit
+
+Angles = tuple[Tensor, Tensor]
+
+
+def angles(position: Tensor | float | None, frequencies: Tensor, dtype: torch.dtype) -> Angles | None:
+    """cos and sin of position · θ, (batch or 1, 1, length or 1, pairs); None where nothing turns."""
+    if position is None:
+        return None
+    if isinstance(position, Tensor):
+        turn = position.to(dtype)[..., None] * frequencies
+    else:
+        turn = (position * frequencies).reshape(1, -1, frequencies.shape[-1])
+    turn = turn[:, None]
+    return turn.cos(), turn.sin()
+
+
+def fold(
+    x: Tensor, turn: Angles | None = None, tau: Tensor | None = None, normalise: bool = False, interleaved: bool = False
+) -> Tensor:
+    """x (batch, heads, length, d) ready for a kernel; tau (batch or 1, heads or 1, length)."""
+    if turn is None and tau is None and not normalise:
+        return x
+    cos, sin = (None, None) if turn is None else turn
+    return compiled(_fold, x)(x, cos, sin, tau, normalise, interleaved)
+
+
+def _fold(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool
+) -> Tensor:
+    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if normalise:
+        y = unit(y)
+    if cos is not None and sin is not None:
+        y = rotate(y, cos, sin, interleaved)
+    if tau is not None:
+        y = y * tau[..., None]
+    return y.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn each pair (a, b) of the first 2 · pairs entries to (a cos - b sin, b cos + a sin), in place in the vector.
+
+    Writing pairs back where they stood, in both layouts, means that an operand left unrotated needs no permutation.
+    """
+    pairs = cos.shape[-1]
+    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
+    turned = a * cos - b * sin, b * cos + a * sin
+    head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((head, rest), -1) if rest.shape[-1] else head

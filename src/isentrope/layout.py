@@ -1,0 +1,236 @@
+"""Where the queries and keys of one call sit: positions, padding, documents.
+
+Everything is derived per query as index intervals over the keys, in O(queries) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import inf
+
+import torch
+from torch import Tensor
+
+from isentrope.region import Region, Span
+
+PositionIds = Tensor | tuple[Tensor, Tensor]
+
+
+class Layout:
+    """The geometry of one attention call.
+
+    query, key: positions (batch or 1, length). Each query looks into one frame of the keys, `frame_low ≤ slot <
+    frame_high`: its row without padding, or its document.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        queries: int,
+        keys: int,
+        device: torch.device,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+        left_padded: bool = False,
+        documents: Tensor | None = None,
+        position_ids: PositionIds | None = None,
+    ) -> None:
+        self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
+        self.slots = torch.arange(keys, device=device)
+        slots = self.slots[None]
+        # frame of every key slot
+        low, high = torch.zeros_like(slots), torch.full_like(slots, keys)
+        self.padded = lengths is not None
+        if lengths is not None:
+            count = _check_lengths(lengths, batch, keys, device)[:, None]
+            low, high = (keys - count, high) if left_padded else (low, count)
+            low, high = torch.broadcast_tensors(low, high)
+        if documents is not None:
+            run_low, run_high = _runs(_check_documents(documents, batch, keys, device))
+            low, high = torch.maximum(low, run_low), torch.minimum(high, run_high)
+        low, high = low.expand(-1, keys), high.expand(-1, keys)
+        self._key_frame = (low, high)
+
+        # the slot that each query is aligned with
+        self.offset: int | None = keys - queries
+        index = torch.arange(queries, device=device)[None] + (keys - queries)
+        if queries != keys and lengths is not None and not left_padded:
+            index = index - keys + count  # the last query is the last unpadded key
+            self.offset = None
+        nearest = index.clamp(0, keys - 1).expand(max(index.shape[0], low.shape[0]), -1)
+        self.frame_low, self.frame_high = (x.expand(nearest.shape[0], -1).gather(1, nearest) for x in (low, high))
+        self.anchored = documents is None and not (lengths is not None and left_padded)
+
+        self.query = index - self.frame_low
+        self.key = slots - low
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self.implicit = position_ids is None
+        if position_ids is not None:
+            self._place(position_ids)
+
+    def _place(self, position_ids: PositionIds) -> None:
+        """Take positions from the caller. Spans then become intervals by searching the sorted key positions."""
+        query, key = _check_position_ids(position_ids, self.batch, self.queries, self.keys, self.device)
+        self.query = self.query if query is None else query
+        self.key = self.key if key is None else key
+        low, high = self._key_frame
+        slots = self.slots
+        inside = (slots >= low) & (slots < high)
+        inside, low, key = torch.broadcast_tensors(inside, low, self.key)
+        same = inside[:, 1:] & inside[:, :-1] & (low[:, 1:] == low[:, :-1])
+        if _readable(key) and bool((same & (key[:, 1:] < key[:, :-1])).any()):
+            raise ValueError(
+                "position_ids: expected key positions that do not decrease within a row (or within a document: "
+                "pass mask=Document(ids) for packed rows), got a decrease"
+            )
+        # frames follow one another: shifting each by its first slot keeps the whole row sorted; padding goes to the ends
+        stride = 1 << 40
+        order = torch.where(
+            slots < low, -stride, torch.where(slots >= high, stride * (self.keys + 1), key + low * stride)
+        )
+        self._sorted = (order.contiguous(), self.frame_low * stride)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row is one whole, unpadded sequence at its natural positions."""
+        return self.implicit and not self.padded and self.anchored
+
+    def simplify(self, region: Region) -> Region:
+        """The region without what cannot matter at this size; positions of the caller's own are left alone."""
+        return region.within(self.keys) if self.implicit and self.queries <= self.keys else region
+
+    def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
+        """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
+        pairs = [self._interval(span) for span in region.spans] or [(self.frame_low, self.frame_low)]
+        pairs = [torch.broadcast_tensors(*pair) for pair in pairs]
+        lows, highs = zip(*pairs, strict=True)
+        rows = max(low.shape[0] for low in lows)
+        low = torch.stack([x.expand(rows, -1) for x in lows], -1)
+        high = torch.stack([x.expand(rows, -1) for x in highs], -1)
+        return low, torch.maximum(low, high)
+
+    def _interval(self, span: Span) -> tuple[Tensor, Tensor]:
+        low = self._slot(span.start, span.low, latest=True)
+        high = self._slot(span.stop, span.high, latest=False)
+        clip = (self.frame_low, self.frame_high)
+        return (
+            self.frame_low if low is None else torch.minimum(torch.maximum(low, clip[0]), clip[1]),
+            self.frame_high if high is None else torch.minimum(torch.maximum(high, clip[0]), clip[1]),
+        )
+
+    def _slot(self, fixed: float, relative: float, latest: bool) -> Tensor | None:
+        """The first slot at or after the later (or earlier) of the positions `fixed` and query + `relative`."""
+        position: Tensor | None = None
+        if abs(relative) != inf:
+            position = self.query + int(relative)
+        if abs(fixed) != inf:
+            bound = int(fixed)
+            if position is None:
+                position = torch.full_like(self.query, bound)
+            else:
+                position = position.clamp(min=bound) if latest else position.clamp(max=bound)
+        if position is None:
+            return None
+        if self._sorted is None:
+            return position + self.frame_low
+        order, shift = self._sorted
+        wanted = position + shift
+        rows = max(order.shape[0], wanted.shape[0])
+        return torch.searchsorted(order.expand(rows, -1).contiguous(), wanted.expand(rows, -1).contiguous())
+
+    def key_range(self, region: Region, first: int, last: int) -> tuple[int, int]:
+        """Slots that queries first … last - 1 may see, as plain numbers; never too few."""
+        if not self.implicit or self.offset is None:
+            return 0, self.keys
+        low, high = self.keys, 0
+        for span in region.spans:
+            a = max(0.0, first + self.offset + span.low)
+            b = min(float(self.keys), last - 1 + self.offset + span.high)
+            if self.anchored:
+                a, b = max(a, span.start), min(b, span.stop)
+            if a < b:
+                low, high = min(low, int(a)), max(high, int(b))
+        return (low, high) if low < high else (0, 0)
+
+    def count(self, what: str, region: Region) -> Tensor:
+        """n for each query (batch or 1, queries): keys seen, keys of the row, or position + 1."""
+        if what == "visible":
+            low, high = self.bounds(region)
+            return (high - low).sum(-1)
+        return self.query + 1 if what == "position" else self.frame_high - self.frame_low
+
+    @cached_property
+    def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:
+        """Keys in the frame of each query and of each key: numbers where every frame is the whole row."""
+        if not self.padded and self.anchored:
+            return self.keys, self.keys
+        low, high = self._key_frame
+        return self.frame_high - self.frame_low, high - low
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether values may be looked at: not while a graph is being traced or captured."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
+    return tensor.to(device=device, dtype=torch.int64)
+
+
+def _check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, device: torch.device) -> Tensor:
+    count = _integers(lengths, "lengths", device)
+    if count.shape != (batch,):
+        raise ValueError(f"lengths: expected shape ({batch},), one number a row, got {tuple(count.shape)}")
+    if _readable(count) and bool(((count < 0) | (count > keys)).any()):
+        raise ValueError(f"lengths: expected values in 0 … {keys} (the number of keys), got {count.tolist()}")
+    return count
+
+
+def _check_documents(documents: Tensor, batch: int, keys: int, device: torch.device) -> Tensor:
+    ids = torch.atleast_2d(_integers(documents, "Document(ids)", device))
+    if ids.shape not in ((1, keys), (batch, keys)):
+        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(documents.shape)}")
+    return ids
+
+
+def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First slot, and slot after the last, of the run of equal ids that each slot is in."""
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.ones_like(starts)
+    ends[:, :-1] = starts[:, 1:]
+    low = torch.where(starts, slots, 0).cummax(1).values
+    high = torch.where(ends, slots + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return low, high
+
+
+def _check_position_ids(
+    position_ids: PositionIds, batch: int, queries: int, keys: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions of queries and keys.
+
+    One tensor as long as the keys gives the keys, the queries being the last of them; one as long as the queries gives the
+    queries, the keys staying at 0 … keys - 1; a pair gives both.
+    """
+    given = position_ids if isinstance(position_ids, tuple) else (position_ids,)
+    tensors = [torch.atleast_2d(_integers(ids, "position_ids", device)) for ids in given]
+    for ids in tensors:
+        if ids.dim() != 2 or ids.shape[0] not in (1, batch):
+            raise ValueError(f"position_ids: expected ({batch}, length) or (length,), got {tuple(ids.shape)}")
+    if len(tensors) == 2 and (tensors[0].shape[1], tensors[1].shape[1]) == (queries, keys):
+        return tensors[0], tensors[1]
+    if len(tensors) == 1 and tensors[0].shape[1] == keys:
+        return tensors[0][:, keys - queries :], tensors[0]
+    if len(tensors) == 1 and tensors[0].shape[1] == queries:
+        return tensors[0], None
+    raise ValueError(
+        f"position_ids: expected {keys} positions for the keys, {queries} for the queries, or a pair of both, "
+        f"got {' and '.join(str(tuple(ids.shape)) for ids in tensors)}"
+    )

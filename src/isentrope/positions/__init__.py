@@ -1,0 +1,24 @@
+"""Position methods: where queries and keys meet."""
+
+from isentrope.positions.alibi import ALiBi
+from isentrope.positions.branch import Branch, NoPE, Position
+from isentrope.positions.clex import CLEX
+from isentrope.positions.pose import PoSE
+from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
+from isentrope.positions.rope import NTK, PI, RoPE, YaRN
+
+__all__ = [
+    "CLEX",
+    "NTK",
+    "PI",
+    "ALiBi",
+    "Branch",
+    "LeakyReRoPE",
+    "NoPE",
+    "PoSE",
+    "Position",
+    "ReRoPE",
+    "RoPE",
+    "SelfExtend",
+    "YaRN",
+]

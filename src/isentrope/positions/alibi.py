@@ -1,0 +1,29 @@
+"""Linear distance bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor, log2
+
+import torch
+from torch import Tensor
+
+from isentrope.positions.branch import Branch, Position
+
+
+@dataclass(frozen=True)
+class ALiBi(Position):
+    """A bias -m_h |Δ| on the score, m_h = 2^{-8h/H} for h = 1 … H (Press et al., 2021); no rotation.
+
+    For H not a power of two, the slopes of the power of two below, then every other slope of twice that.
+    """
+
+    def slopes(self, heads: int) -> Tensor:
+        def powers(count: int) -> list[float]:
+            return [2 ** (-8 * h / count) for h in range(1, count + 1)]
+
+        below = 2 ** floor(log2(heads))
+        return torch.tensor(powers(below) + powers(2 * below)[::2][: heads - below], dtype=torch.float64)
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        return (Branch(slopes=self.slopes(heads).to(query.device)),)

@@ -1,0 +1,102 @@
+"""Rotary frequencies that are learned as a continuous function of the length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from isentrope.parts import choice, number, whole
+from isentrope.positions.branch import Branch, Position
+from isentrope.positions.rope import LAYOUTS, rope_frequencies
+
+
+class CLEX(nn.Module, Position):
+    """d ln θ / dt = W_down tanh(W_up (ln θ + ln θ_ntk(t))) + d ln θ_ntk / dt, integrated from t = 1 (Chen et al., 2023).
+
+    θ_ntk(t) is RoPE with base · (2t - 1)^{d/(d-2)}. A row of L keys is read at t = ⌈L / train_length⌉. W_down starts at
+    zero, so that an untrained CLEX is NTK scaling. While training, call `sample` before each step: it draws t from
+    1 … max_factor for all layers at once.
+    """
+
+    rotates = True
+    keys_cacheable = False
+    factor: Tensor
+    steps = 2  # Runge–Kutta steps per unit of t
+
+    def __init__(
+        self,
+        dim: int,
+        train_length: int,
+        max_factor: int = 16,
+        hidden: int | None = None,
+        *,
+        base: float = 10000.0,
+        layout: str = "half",
+        rotary_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.train_length, self.max_factor, self.hidden = dim, train_length, max_factor, hidden
+        self.base, self.layout, self.rotary_dim = base, layout, rotary_dim
+        whole(self, "dim", 4)
+        whole(self, "train_length", 1)
+        whole(self, "max_factor", 1)
+        number(self, "base", above=1)
+        choice(self, "layout", LAYOUTS)
+        if self.dim % 2:
+            raise ValueError(f"CLEX(dim=…): expected an even number, got {self.dim}")
+        if rotary_dim is not None and rotary_dim != dim:
+            raise ValueError(f"CLEX(rotary_dim=…): expected the same as dim={dim}, or None, got {rotary_dim!r}")
+        if hidden is not None:
+            whole(self, "hidden", 1)
+        pairs = self.dim // 2
+        self.up = nn.Linear(pairs, hidden or pairs, bias=False)
+        self.down = nn.Linear(hidden or pairs, pairs, bias=False)
+        nn.init.zeros_(self.down.weight)
+        self.register_buffer("factor", torch.ones((), dtype=torch.int64), persistent=False)
+
+    def sample(self, generator: torch.Generator | None = None) -> int:
+        """Draw the t that the next training step uses."""
+        t = int(torch.randint(1, self.max_factor + 1, (), generator=generator))
+        self.factor.fill_(t)
+        return t
+
+    def turning(self, head_dim: int) -> int:
+        if self.dim > head_dim:
+            raise ValueError(f"CLEX(dim=…): expected at most the head size {head_dim}, got {self.dim}")
+        return self.dim
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        return (Branch(query=query, key=key),)
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.turning(head_dim)
+        if self.training:
+            return self.path(self.max_factor, dtype, device)[self.factor - 1]
+        if isinstance(length, int):
+            t = max(-(-length // self.train_length), 1)
+            return self.path(t, dtype, device)[-1]
+        t_rows = torch.div(length - 1, self.train_length, rounding_mode="floor").clamp_min(0)
+        return self.path(int(t_rows.max()) + 1, dtype, device)[t_rows]
+
+    def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """θ at t = 1 … last: (last, pairs)."""
+        start = rope_frequencies(self.dim, self.base, dtype).to(device).log()
+        state, states, h = start, [start], 1 / self.steps
+        for t in range(1, last):
+            for part in range(self.steps):
+                now = t + part * h
+                k1 = self._slope(now, state, start)
+                k2 = self._slope(now + h / 2, state + h / 2 * k1, start)
+                k3 = self._slope(now + h / 2, state + h / 2 * k2, start)
+                k4 = self._slope(now + h, state + h * k3, start)
+                state = state + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+            states.append(state)
+        return torch.stack(states).exp()
+
+    def _slope(self, t: float, log_theta: Tensor, start: Tensor) -> Tensor:
+        # ln θ_ntk(t) = ln θ - 2m/(d-2) · ln(2t - 1)
+        m = torch.arange(self.dim // 2, dtype=start.dtype, device=start.device)
+        stretch = 2 * m / (self.dim - 2)
+        ntk = start - stretch * torch.log(start.new_tensor(2 * t - 1))
+        up, down = self.up.weight.to(start.dtype), self.down.weight.to(start.dtype)
+        return torch.tanh((log_theta + ntk) @ up.T) @ down.T - stretch * 2 / (2 * t - 1)

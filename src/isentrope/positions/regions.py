@@ -1,0 +1,79 @@
+"""Methods that treat near and far keys differently: ReRoPE, Leaky ReRoPE, SelfExtend.
+
+Near, |Δ| < window, all of them are RoPE. Far keys meet the query at another distance; for keys behind it that
+distance is positive, for keys ahead (bidirectional models) the same with the sign turned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from torch import Tensor
+
+from isentrope.parts import number, whole
+from isentrope.positions.branch import Branch
+from isentrope.positions.rope import Rotary
+from isentrope.region import band
+
+
+@dataclass(frozen=True)
+class NearAndFar(Rotary):
+    """RoPE inside the window, `far` outside."""
+
+    window: int
+    keys_cacheable = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "window", 1)
+
+    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+        """Where far queries and keys meet: behind the query (sign 1) or ahead of it (sign -1)."""
+        raise NotImplementedError
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        w = self.window
+        return (
+            Branch(band(1 - w, w), query, key),
+            Branch(band(-inf, 1 - w), *self.far(query, key, 1)),
+            Branch(band(w, inf), *self.far(query, key, -1)),
+        )
+
+
+@dataclass(frozen=True)
+class ReRoPE(NearAndFar):
+    """Distance Δ for |Δ| < w, sign(Δ) · w beyond: no angle the model has not seen (Su, 2023)."""
+
+    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+        return sign * self.window, None
+
+
+@dataclass(frozen=True)
+class LeakyReRoPE(NearAndFar):
+    """Distance Δ for |Δ| < w, sign(Δ) · (w + (|Δ| - w) / leak) beyond (Su, 2023)."""
+
+    leak: float = 16.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "leak", least=1)
+
+    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+        shift = sign * self.window * (1 - 1 / self.leak)
+        return query / self.leak + shift, key / self.leak
+
+
+@dataclass(frozen=True)
+class SelfExtend(NearAndFar):
+    """Distance Δ for |Δ| < w; beyond, ⌊i/g⌋ + w - ⌊w/g⌋ against ⌊j/g⌋: grouped positions (Jin et al., 2024)."""
+
+    group: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "group", 1)
+
+    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+        shift = sign * (self.window - self.window // self.group)
+        return query // self.group + shift, key // self.group

@@ -1,0 +1,176 @@
+"""Rotary position embeddings with one angle per distance: RoPE, PI, NTK, YaRN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil, floor, log, pi
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from isentrope.parts import choice, flag, number, whole
+from isentrope.positions.branch import Branch, Position
+
+LAYOUTS = ("half", "interleaved")
+
+
+@dataclass(frozen=True)
+class Rotary(Position):
+    """Pair m of a vector at position p turns by p · θ_m.
+
+    layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
+    rotary_dim: only the first rotary_dim entries turn; all of them by default.
+    """
+
+    base: float = field(default=10000.0, kw_only=True)
+    layout: str = field(default="half", kw_only=True)
+    rotary_dim: int | None = field(default=None, kw_only=True)
+    rotates = True
+
+    def __post_init__(self) -> None:
+        number(self, "base", above=1)
+        choice(self, "layout", LAYOUTS)
+        if self.rotary_dim is not None:
+            whole(self, "rotary_dim", 2)
+            if self.rotary_dim % 2:
+                raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
+
+    def turning(self, head_dim: int) -> int:
+        """How many entries of a head turn."""
+        dim = head_dim if self.rotary_dim is None else self.rotary_dim
+        if dim % 2:
+            raise ValueError(f"{type(self).__name__}: expected an even head size to rotate in pairs, got {dim}")
+        if dim > head_dim:
+            raise ValueError(
+                f"{type(self).__name__}(rotary_dim=…): expected at most the head size {head_dim}, got {dim}"
+            )
+        return dim
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """θ (pairs,), or (…, pairs) where the method depends on the length (…)."""
+        return rope_frequencies(self.turning(head_dim), self.base, dtype).to(device)
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        return (Branch(query=query, key=key),)
+
+
+@dataclass(frozen=True)
+class RoPE(Rotary):
+    """θ_m = base^{-2m/d} (Su et al., 2021)."""
+
+    base: float = 10000.0
+    layout: str = "half"
+    rotary_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class PI(Rotary):
+    """θ_m / factor: positions divided by the factor (Chen et al., 2023)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "factor", least=1)
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return super().frequencies(head_dim, length, dtype, device) / self.factor
+
+
+class TrainedLength(Rotary):
+    """A method that needs to know the length the model was trained at."""
+
+    original_length: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.original_length is not None:
+            whole(self, "original_length", 1)
+
+    def resolved(self, train_length: int | None) -> Self:
+        if self.original_length is None and train_length is not None:
+            return replace(self, original_length=train_length)  # type: ignore[call-arg]
+        return self
+
+    def trained(self) -> int:
+        if self.original_length is None:
+            raise ValueError(
+                f"{type(self).__name__}(original_length=…): expected the length the model was trained at, got None; "
+                "state it, or join a temperature that has a train_length"
+            )
+        return self.original_length
+
+
+@dataclass(frozen=True)
+class NTK(TrainedLength):
+    """RoPE with base · s^{d/(d-2)} (bloc97, 2023).
+
+    Static: s = factor. Dynamic: s = factor · L / L₀ - (factor - 1) for a row of L > L₀ keys, and 1 below, as in
+    transformers; keys rotated for a shorter row then have the wrong angles.
+    """
+
+    factor: float
+    dynamic: bool = False
+    original_length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "factor", least=1)
+        flag(self, "dynamic")
+
+    @property
+    def keys_cacheable(self) -> bool:  # type: ignore[override]
+        return not self.dynamic
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        dim = self.turning(head_dim)
+        if dim == 2:
+            raise ValueError("NTK: expected at least two rotated pairs, got one: its angle cannot change")
+        if not self.dynamic:
+            return rope_frequencies(dim, self.base * self.factor ** (dim / (dim - 2)), dtype).to(device)
+        ratio = torch.as_tensor(length, device=device).to(dtype) / self.trained()
+        stretch = (self.factor * ratio - (self.factor - 1)).clamp_min(1)
+        return rope_frequencies(dim, self.base * stretch[..., None] ** (dim / (dim - 2)), dtype)
+
+
+@dataclass(frozen=True)
+class YaRN(TrainedLength):
+    """θ' = (θ / s)(1 - m) + θ m: slow pairs interpolated, fast ones kept (Peng et al., 2023).
+
+    m_i = 1 - clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that turn `beta_fast` and
+    `beta_slow` times within the original length L₀: corr(r) = d ln(L₀ / 2πr) / (2 ln base). Frequencies only: YaRN
+    as published is this and `YaRNTemperature(factor=s)`.
+    """
+
+    factor: float
+    original_length: int | None = None
+    beta_fast: float = field(default=32.0, kw_only=True)
+    beta_slow: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "factor", least=1)
+        number(self, "beta_fast", above=0)
+        number(self, "beta_slow", above=0)
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        dim = self.turning(head_dim)
+
+        def pair_turning(rotations: float) -> float:
+            return dim * log(self.trained() / (2 * pi * rotations)) / (2 * log(self.base))
+
+        low = max(floor(pair_turning(self.beta_fast)), 0)
+        high = min(ceil(pair_turning(self.beta_slow)), dim - 1)
+        if low == high:
+            high += 0.001  # type: ignore[assignment]  # a step instead of a ramp
+        theta = rope_frequencies(dim, self.base, dtype)
+        kept = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
+        return (theta / self.factor * (1 - kept) + theta * kept).to(device)
+
+
+def rope_frequencies(dim: int, base: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """base^{-2m/dim} for m = 0 … dim/2 - 1; a base (…, 1) gives (…, dim/2)."""
+    device = base.device if isinstance(base, Tensor) else None
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
+    return 1.0 / base**exponent

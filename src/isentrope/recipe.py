@@ -1,0 +1,181 @@
+"""A recipe: which score, position method, temperature and mask attention uses."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from isentrope import masks, positions, scores, temperatures
+from isentrope.parts import REQUIRED, Part
+
+# the one place where names are looked up: a new method is one word here
+KINDS: dict[str, tuple[type[Part], ...]] = {
+    "position": (
+        positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
+        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+    ),
+    "temperature": (
+        temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
+        temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact, temperatures.Llama4,
+        temperatures.SSMax, temperatures.Fitted,
+    ),
+    "score": (scores.Dot, scores.Cosine),
+    "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
+}  # fmt: skip
+PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Score × position × temperature × mask. A part left out means "as it is": q and k already positioned, the scaled dot
+    product, τ = 1, nothing masked beyond what the call says."""
+
+    score: Any = None
+    position: Any = None
+    temperature: Any = None
+    mask: Any = None
+
+    def __post_init__(self) -> None:
+        expected = {
+            "score": scores.Score,
+            "position": positions.Position,
+            "temperature": object,
+            "mask": masks.Mask,
+        }
+        for kind, base in expected.items():
+            part = getattr(self, kind)
+            if part is None:
+                continue
+            fits = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
+            if isinstance(part, type) or not fits:
+                raise ValueError(
+                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {part!r}"
+                )
+
+    def resolved(self) -> Recipe:
+        """The recipe with a position method's missing training length taken from the temperature."""
+        if self.position is None:
+            return self
+        known = getattr(self.temperature, "train_length", None)
+        return replace(self, position=self.position.resolved(known))
+
+    def for_layer(self, layer: int) -> Recipe:
+        """The recipe of one layer, where temperatures differ from layer to layer."""
+        if not hasattr(self.temperature, "for_layer"):
+            return self
+        return replace(self, temperature=self.temperature.for_layer(layer))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: a dictionary with a name and options for every part there is."""
+        return {kind: part.to_dict() for kind in KINDS if (part := getattr(self, kind)) is not None}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        if not isinstance(data, dict):
+            raise ValueError(f"Recipe.from_dict: expected a dictionary, got {data!r}")
+        for key in data:
+            if key not in KINDS:
+                raise ValueError(f"Recipe.from_dict: unknown key {key!r}{_hint(key, KINDS)}")
+        parts = {}
+        for expected, options in data.items():
+            kind, part = _from_dict(options)
+            if kind != expected:
+                raise ValueError(f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {part}")
+            parts[kind] = part
+        return cls(**parts)
+
+    def __str__(self) -> str:
+        return "+".join(str(part) for kind in KINDS if (part := getattr(self, kind)) is not None) or PLAIN
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """Read `name:option=value,…` parts joined by `+`; masks may be joined further with `&`, `|` and brackets."""
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {text!r}"
+            )
+        found: dict[str, Part] = {}
+        if text.strip() == PLAIN:
+            return cls()
+        for piece in _split(text, "+"):
+            kind, part = _parse_part(piece)
+            if kind in found:
+                why = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), found[kind].name()) else ""
+                raise ValueError(f"recipe {text!r}: expected one {kind}, got {found[kind]} and {part}{why}")
+            found[kind] = part
+        return cls(**found)
+
+
+def _split(text: str, sign: str) -> list[str]:
+    """Split at a sign that stands outside all brackets."""
+    pieces, depth, start = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == sign and depth == 0:
+            pieces.append(text[start:at])
+            start = at + 1
+    if depth:
+        raise ValueError(f"recipe: expected matching brackets, got {text!r}")
+    return [piece.strip() for piece in (*pieces, text[start:])]
+
+
+def _parse_part(text: str) -> tuple[str, Part]:
+    for sign, join in (("|", masks.Or), ("&", masks.And)):
+        pieces = _split(text, sign)
+        if len(pieces) > 1:
+            parts = [_parse_part(piece) for piece in pieces]
+            for kind, part in parts:
+                if kind != "mask":
+                    raise ValueError(f"recipe: only masks are joined with {sign}, got the {kind} {part} in {text!r}")
+            return "mask", join(tuple(part for _, part in parts))  # type: ignore[misc]
+    if text.startswith("(") and text.endswith(")"):
+        return _parse_part(text[1:-1])
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for option in _split(rest, ",") if rest else []:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"recipe part {text!r}: expected name=value, got {option!r}")
+        if key.strip() in options:
+            raise ValueError(f"recipe part {text!r}: option {key.strip()!r} is given twice")
+        options[key.strip()] = _value(value.strip())
+    return _build(name.strip(), options)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _from_dict(data: Any) -> tuple[str, Part]:
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {data!r}")
+    options = {key: value for key, value in data.items() if key != "name"}
+    if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
+        options["masks"] = tuple(_from_dict(mask)[1] for mask in options["masks"])
+    return _build(data["name"], options)
+
+
+def _build(name: str, options: dict[str, Any]) -> tuple[str, Part]:
+    """The part called `name`, or an error that says which name or option was meant."""
+    if name not in PARTS:
+        raise ValueError(f"recipe: unknown part {name!r}{_hint(name, PARTS)}")
+    kind, part = PARTS[name]
+    known = part.options()
+    for key in options:
+        if key not in known:
+            raise ValueError(f"recipe part {name!r}: unknown option {key!r}{_hint(key, known)}")
+    missing = [key for key, default in known.items() if default is REQUIRED and key not in options]
+    if missing:
+        raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
+    return kind, part(**options)
+
+
+def _hint(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

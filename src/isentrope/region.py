@@ -1,0 +1,96 @@
+"""Which keys a query sees, written as a formula: a region is a disjoint union of spans.
+
+Every mask and every branch of every position method in this package is such a region, so visible keys
+are counted, tiles are cut and block masks are built from four numbers a span, never from an n × n array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys j of query i with `start ≤ j < stop` and `low ≤ j - i < high` (positions, not slots)."""
+
+    start: float = -inf
+    stop: float = inf
+    low: float = -inf
+    high: float = inf
+
+    @property
+    def empty(self) -> bool:
+        return self.start >= self.stop or self.low >= self.high
+
+    def __and__(self, other: Span) -> Span:
+        return Span(
+            max(self.start, other.start),
+            min(self.stop, other.stop),
+            max(self.low, other.low),
+            min(self.high, other.high),
+        )
+
+    def __sub__(self, other: Span) -> tuple[Span, ...]:
+        """What is left without `other`, cut along its four edges into disjoint spans."""
+        keys = Span(other.start, other.stop)
+        cuts = (
+            Span(stop=other.start),
+            Span(start=other.stop),
+            keys & Span(high=other.low),
+            keys & Span(low=other.high),
+        )
+        return tuple(piece for cut in cuts if not (piece := self & cut).empty)
+
+    def within(self, keys: int) -> Span:
+        """The same keys with bounds dropped that cannot bind among positions 0 … keys - 1."""
+        reach = keys - 1
+        return Span(
+            -inf if self.start <= 0 else self.start,
+            inf if self.stop >= keys else self.stop,
+            -inf if self.low <= -reach else self.low,
+            inf if self.high > reach else self.high,
+        )
+
+    def vanishes(self, keys: int) -> bool:
+        """Whether no pair of positions among 0 … keys - 1 lies in the span."""
+        reach = keys - 1
+        return self.empty or self.start > reach or self.stop <= 0 or self.low > reach or self.high <= -reach
+
+
+@dataclass(frozen=True)
+class Region:
+    """A union of spans that do not overlap."""
+
+    spans: tuple[Span, ...]
+
+    def __and__(self, other: Region) -> Region:
+        pairs = (a & b for a in self.spans for b in other.spans)
+        return Region(tuple(span for span in pairs if not span.empty))
+
+    def __or__(self, other: Region) -> Region:
+        return Region(self.spans + (other - self).spans)
+
+    def __sub__(self, other: Region) -> Region:
+        left = self.spans
+        for cut in other.spans:
+            left = tuple(piece for span in left for piece in span - cut)
+        return Region(left)
+
+    def within(self, keys: int) -> Region:
+        """The region in its simplest form when all positions lie in 0 … keys - 1."""
+        return Region(tuple(span.within(keys) for span in self.spans if not span.vanishes(keys)))
+
+
+EVERYTHING = Region((Span(),))
+CAUSAL = Region((Span(high=1),))
+
+
+def band(low: float, high: float) -> Region:
+    """Keys with low ≤ j - i < high."""
+    return Region((Span(low=low, high=high),))
+
+
+def first(count: int) -> Region:
+    """The first `count` keys."""
+    return Region((Span(stop=count),))

@@ -1,0 +1,29 @@
+"""Temperatures: the multiplier τ(n) on the score, as a law over the number of keys n."""
+
+from isentrope.temperatures.fitted import Fitted
+from isentrope.temperatures.laws import (
+    Constant,
+    InfoScale,
+    InfoScaleExact,
+    Llama4,
+    LogLength,
+    LogN,
+    SoftmaxPlus,
+    Temperature,
+    YaRNTemperature,
+)
+from isentrope.temperatures.ssmax import SSMax
+
+__all__ = [
+    "Constant",
+    "Fitted",
+    "InfoScale",
+    "InfoScaleExact",
+    "Llama4",
+    "LogLength",
+    "LogN",
+    "SSMax",
+    "SoftmaxPlus",
+    "Temperature",
+    "YaRNTemperature",
+]

@@ -1,0 +1,215 @@
+"""Temperature laws in closed form. Each class is one formula: its `law` method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import e, log
+
+import torch
+from torch import Tensor
+
+from isentrope.parts import Part, choice, flag, number, whole
+
+COUNTS = ("visible", "sequence", "position")
+
+
+@dataclass(frozen=True)
+class Temperature(Part):
+    """τ(n), multiplied onto the score of a query that attends over n keys.
+
+    clamp: τ is exactly 1 for n at or below `unit_length`, so that short inputs are untouched.
+    count: what n is. "visible": keys the query may see after all masks; "sequence": unpadded keys of its row
+    (of its document, when packed); "position": its position + 1.
+    """
+
+    clamp: bool = field(default=True, kw_only=True)
+    count: str = field(default="visible", kw_only=True)
+
+    def __post_init__(self) -> None:
+        flag(self, "clamp")
+        choice(self, "count", COUNTS)
+
+    @property
+    def unit_length(self) -> float:
+        """The length at which τ = 1."""
+        raise NotImplementedError
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        """The bare formula; n is a float tensor."""
+        raise NotImplementedError
+
+    def scale(self, n: Tensor, head_dim: int) -> Tensor:
+        """τ for each entry of n, in fp32 or wider."""
+        n = lengths_as_float(n)
+        if not self.clamp:
+            return self.law(n, head_dim)
+        longer = n.clamp_min(self.unit_length)  # the law may not be defined below
+        return torch.where(n > self.unit_length, self.law(longer, head_dim), torch.ones_like(n))
+
+    def for_layer(self, layer: int) -> Temperature:
+        """The law of one layer: the same everywhere unless a law says otherwise."""
+        return self
+
+
+@dataclass(frozen=True)
+class Constant(Temperature):
+    """τ = 1: vanilla attention."""
+
+    @property
+    def unit_length(self) -> float:
+        return 1
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        return torch.ones_like(n)
+
+
+@dataclass(frozen=True)
+class LogLength(Temperature):
+    """τ = ln n (Chiang & Cholak, 2022)."""
+
+    @property
+    def unit_length(self) -> float:
+        return e
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        return torch.log(n)
+
+
+@dataclass(frozen=True)
+class SoftmaxPlus(Temperature):
+    """τ = ln n / ln base, GAU-α's Softmax Plus (Su et al., 2022), published with base 512."""
+
+    base: float = 512.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number(self, "base", above=1)
+
+    @property
+    def unit_length(self) -> float:
+        return self.base
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        return torch.log(n) / log(self.base)
+
+
+@dataclass(frozen=True)
+class LogN(Temperature):
+    """τ = ln n / ln n_tr, as in Qwen's log-n attention."""
+
+    train_length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "train_length", 2)
+
+    @property
+    def unit_length(self) -> float:
+        return self.train_length
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        return torch.log(n) / log(self.train_length)
+
+
+@dataclass(frozen=True)
+class YaRNTemperature(Temperature):
+    """τ = (0.1 ln(n / n_tr) + 1)², YaRN's pre-softmax scaling (Peng et al., 2023).
+
+    With `factor` in place of `train_length` the static form (0.1 ln factor + 1)², the same at every length, as YaRN
+    is published; nothing is clamped there.
+    """
+
+    train_length: int | None = None
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.train_length is None) == (self.factor is None):
+            raise ValueError(
+                "YaRNTemperature: expected either train_length or factor, "
+                f"got train_length={self.train_length!r}, factor={self.factor!r}"
+            )
+        if self.train_length is None:
+            number(self, "factor", least=1)
+        else:
+            whole(self, "train_length", 1)
+
+    @property
+    def unit_length(self) -> float:
+        return 0 if self.train_length is None else self.train_length
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        stretch = n / self.train_length if self.train_length is not None else torch.full_like(n, self.factor or 1)
+        return (0.1 * torch.log(stretch) + 1) ** 2
+
+
+@dataclass(frozen=True)
+class InfoScale(Temperature):
+    """τ = √(f(n) / f(n_tr)),  f(m) = 1 - e^{2ε/d} m^{-2/d}: the temperature that keeps attention entropy at ε.
+
+    Li et al., "Information Entropy Invariance", Eq. 13–15. ε = 0 in the paper. Needs ln n > ε and ln n_tr > ε.
+    """
+
+    train_length: int
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "train_length", 1)
+        number(self, "epsilon")
+        if log(self.train_length) <= self.epsilon:
+            raise ValueError(self._undefined("ln train_length > epsilon"))
+
+    def _undefined(self, need: str, n: str = "") -> str:
+        got = f"{n}train_length={self.train_length}, epsilon={self.epsilon:g}"
+        return f"{type(self).__name__}: expected {need}, got {got}"
+
+    @property
+    def unit_length(self) -> float:
+        return self.train_length
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        if not self.clamp and not torch.compiler.is_compiling() and bool((n.log() <= self.epsilon).any()):
+            raise ValueError(self._undefined("ln n > epsilon", f"n={n.min().item():g}, "))
+        return self._gauge(n, head_dim) / self._gauge(n.new_full((), self.train_length), head_dim)
+
+    def _gauge(self, n: Tensor, head_dim: int) -> Tensor:
+        """√f(n), with f as -expm1(-2 (ln n - ε) / d), which keeps its digits when d is large."""
+        return torch.sqrt(-torch.expm1(-2 * (torch.log(n) - self.epsilon) / head_dim))
+
+
+@dataclass(frozen=True)
+class InfoScaleExact(InfoScale):
+    """τ = g(n) / g(n_tr),  g(m) = √(1 - y) / y,  y = e^{2ε/d} m^{-2/d}: InfoScale without its Taylor step (Eq. 10)."""
+
+    def _gauge(self, n: Tensor, head_dim: int) -> Tensor:
+        exponent = 2 * (torch.log(n) - self.epsilon) / head_dim
+        return torch.sqrt(-torch.expm1(-exponent)) * torch.exp(exponent)
+
+
+@dataclass(frozen=True)
+class Llama4(Temperature):
+    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋), Llama 4's attention temperature tuning."""
+
+    floor: int = 8192
+    coefficient: float = 0.1
+    count: str = field(default="position", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "floor", 1)
+        number(self, "coefficient", least=0)
+
+    @property
+    def unit_length(self) -> float:
+        return self.floor - 1
+
+    def law(self, n: Tensor, head_dim: int) -> Tensor:
+        return 1 + self.coefficient * torch.log1p(torch.floor(n / self.floor))
+
+
+def lengths_as_float(n: Tensor | float) -> Tensor:
+    """n as a float tensor, at least fp32."""
+    n = torch.as_tensor(n)
+    wide = torch.float64 if n.dtype == torch.float64 else torch.float32
+    return n.to(wide)
