@@ -15,8 +15,9 @@ from torch import Tensor
 
 from isentrope.backends import chunked, flex, reference, sdpa
 from isentrope.backends.call import Call
+from isentrope.compiled import compiled
 from isentrope.fold import angles, fold
-from isentrope.layout import Layout, PositionIds
+from isentrope.layout import Layout, PositionIds, layout_of
 from isentrope.masks import Document, Full, Mask, Padding, data_masks
 from isentrope.positions import Branch, NoPE, Position
 from isentrope.recipe import Recipe
@@ -55,8 +56,8 @@ def attention(
     """softmax(τ(n) · s(q, k) + bias) v under a recipe.
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv), as in
-    `torch.nn.functional.scaled_dot_product_attention`. With fewer queries than keys the last query stands at the last key
-    (the last unpadded one).
+    `torch.nn.functional.scaled_dot_product_attention`. With fewer queries than keys the last query stands at the last
+    key (the last unpadded one).
 
     causal: no query sees a key ahead of it.
     lengths: unpadded keys per row, (batch,), padding on the right.
@@ -67,8 +68,8 @@ def attention(
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
     backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
         sdpa; on a GPU sdpa for plain full or causal attention and flex for the rest; chunked where those refuse.
-    return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the attention
-        weights. They carry gradients on the reference backend only.
+    return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
+        attention weights. They carry gradients on the reference backend only.
 
     A query that sees no key gives zeros (lse -inf, entropy 0).
     """
@@ -137,7 +138,7 @@ def _geometry(
     if len(documents) > 1:
         raise ValueError(f"mask: expected one Document mask, got {len(documents)}")
     padding = paddings[0] if paddings else None
-    layout = Layout(
+    layout = layout_of(
         q.shape[0],
         q.shape[2],
         k.shape[2],
@@ -164,12 +165,12 @@ def _calls(
     scale: float | None,
     rotated_keys: bool,
 ) -> list[Call]:
-    """One call for each branch of the position method that some pair falls into, with everything folded into q and k."""
+    """One call for each branch of the position method that is reached, with everything folded into q and k."""
     score = recipe.score or Dot()
     position: Position = recipe.position or NoPE()
     if rotated_keys and not position.keys_cacheable:
         raise ValueError(
-            f"rotated_keys: {position.name()} needs raw keys, since one key meets different queries at different angles; "
+            f"rotated_keys: {position.name()} needs raw keys, since a key's angle depends on the query or the length; "
             "cache the keys before rotation"
         )
     if rotated_keys and score.normalises:
@@ -218,11 +219,16 @@ def _frequencies(
     if not position.rotates:
         return None, None
     head_dim = q.shape[-1]
-    of_queries, of_keys = layout.row_lengths
-    theta = position.frequencies(head_dim, of_queries, dtype, q.device)  # type: ignore[attr-defined]
-    if theta.dim() == 1:
-        return theta, theta
-    return theta, position.frequencies(head_dim, of_keys, dtype, q.device)  # type: ignore[attr-defined]
+
+    def both() -> tuple[Tensor, Tensor]:
+        of_queries, of_keys = layout.row_lengths
+        theta = position.frequencies(head_dim, of_queries, dtype, q.device)  # type: ignore[attr-defined]
+        if theta.dim() == 1:
+            return theta, theta
+        return theta, position.frequencies(head_dim, of_keys, dtype, q.device)  # type: ignore[attr-defined]
+
+    learned = isinstance(position, torch.nn.Module)
+    return both() if learned else layout.remember(("frequencies", position, head_dim, dtype), both)
 
 
 def _choose(backend: str, calls: list[Call]) -> str:
@@ -261,11 +267,15 @@ def _entropy(name: str, calls: list[Call], lse: Tensor, causal: bool) -> Tensor:
         anchor = torch.where(lse == -inf, 0.0, lse)
         for call in calls:
             k_mean, branch = BACKENDS[name].attend([replace(call, v=call.k)], True)
-            score = call.scale * (call.q.to(lse.dtype) * k_mean.to(lse.dtype)).sum(-1)
-            mean += torch.exp(branch - anchor) * score
+            score = compiled(_inner, call.q, call.q.dtype, call.q.shape[-1])(call.q, k_mean, lse.dtype)
+            mean += torch.exp(branch - anchor) * call.scale * score
             if call.slopes is not None:
                 mean += _mean_bias(name, call, anchor)
         return torch.where(lse == -inf, 0.0, lse - mean)
+
+
+def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return (a.to(dtype) * b.to(dtype)).sum(-1)
 
 
 def _mean_bias(name: str, call: Call, anchor: Tensor) -> Tensor:

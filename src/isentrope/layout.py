@@ -5,9 +5,10 @@ Everything is derived per query as index intervals over the keys, in O(queries) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, lru_cache
 from math import inf
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from isentrope.region import Region, Span
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 
 class Layout:
@@ -37,6 +39,7 @@ class Layout:
         position_ids: PositionIds | None = None,
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
+        self._memory: dict[Hashable, Any] = {}
         self.slots = torch.arange(keys, device=device)
         slots = self.slots[None]
         # frame of every key slot
@@ -84,12 +87,21 @@ class Layout:
                 "position_ids: expected key positions that do not decrease within a row (or within a document: "
                 "pass mask=Document(ids) for packed rows), got a decrease"
             )
-        # frames follow one another: shifting each by its first slot keeps the whole row sorted; padding goes to the ends
+        # frames follow one another: shifting each by its first slot keeps the row sorted; padding goes to the ends
         stride = 1 << 40
         order = torch.where(
             slots < low, -stride, torch.where(slots >= high, stride * (self.keys + 1), key + low * stride)
         )
         self._sorted = (order.contiguous(), self.frame_low * stride)
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned the first time: calls that share a layout, as the layers of a model do, share it."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._memory:
+            with torch.inference_mode(False):  # or a later call could not save it for its backward
+                self._memory[key] = make()
+        return self._memory[key]
 
     @property
     def plain(self) -> bool:
@@ -102,6 +114,9 @@ class Layout:
 
     def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
+        return self.remember(("bounds", region), lambda: self._bounds(region))
+
+    def _bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         pairs = [self._interval(span) for span in region.spans] or [(self.frame_low, self.frame_low)]
         pairs = [torch.broadcast_tensors(*pair) for pair in pairs]
         lows, highs = zip(*pairs, strict=True)
@@ -157,7 +172,7 @@ class Layout:
         """n for each query (batch or 1, queries): keys seen, keys of the row, or position + 1."""
         if what == "visible":
             low, high = self.bounds(region)
-            return (high - low).sum(-1)
+            return self.remember(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if what == "position" else self.frame_high - self.frame_low
 
     @cached_property
@@ -167,6 +182,20 @@ class Layout:
             return self.keys, self.keys
         low, high = self._key_frame
         return self.frame_high - self.frame_low, high - low
+
+
+@lru_cache(maxsize=8)
+def _whole_rows(batch: int, queries: int, keys: int, device: torch.device) -> Layout:
+    with torch.inference_mode(False):
+        return Layout(batch, queries, keys, device)
+
+
+def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
+    """A layout; the last few of whole, unpadded rows are kept."""
+    traced = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    if traced or any(value is not None and value is not False for value in rows.values()):
+        return Layout(batch, queries, keys, device, **rows)
+    return _whole_rows(batch, queries, keys, device)
 
 
 def _readable(x: Tensor) -> bool:
@@ -216,8 +245,8 @@ def _check_position_ids(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Positions of queries and keys.
 
-    One tensor as long as the keys gives the keys, the queries being the last of them; one as long as the queries gives the
-    queries, the keys staying at 0 … keys - 1; a pair gives both.
+    One tensor as long as the keys gives the keys, the queries being the last of them; one as long as the queries gives
+    the queries, the keys staying at 0 … keys - 1; a pair gives both.
     """
     given = position_ids if isinstance(position_ids, tuple) else (position_ids,)
     tensors = [torch.atleast_2d(_integers(ids, "position_ids", device)) for ids in given]

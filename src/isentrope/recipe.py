@@ -30,8 +30,11 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Score × position × temperature × mask. A part left out means "as it is": q and k already positioned, the scaled dot
-    product, τ = 1, nothing masked beyond what the call says."""
+    """Score × position × temperature × mask.
+
+    A part left out means "as it is": q and k already positioned, the scaled dot product, τ = 1, nothing masked beyond
+    what the call says.
+    """
 
     score: Any = None
     position: Any = None

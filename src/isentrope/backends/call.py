@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -41,16 +40,15 @@ class Call:
         """The plain causal triangle of self-attention."""
         return self.region == CAUSAL and self.layout.plain and self.layout.queries == self.layout.keys
 
-    @cached_property
+    @property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Visible slots of each query, [low, high): (batch or 1, queries, spans)."""
         return self.layout.bounds(self.region)
 
-    @cached_property
+    @property
     def seen(self) -> Tensor:
         """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
-        low, high = self.bounds
-        return (high - low).sum(-1)[:, None]
+        return self.layout.count("visible", self.region)[:, None]
 
     def mask(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Visible pairs, (batch or 1, 1, rows, columns)."""

@@ -1,23 +1,22 @@
 """FlexAttention: block-sparse fused attention, compiled once for all recipes and lengths.
 
-The mask is two small tensors, the visible interval of each query, so a new recipe or length is new data and not new code.
-Block masks are written from the intervals directly; nothing of size n × n is ever allocated.
+The mask is two small tensors, the visible intervals of each query, so a new recipe or length is new data and not new
+code. Block masks are written from the intervals directly; nothing of size n × n is ever allocated.
 """
 
 from __future__ import annotations
 
-import types
-import warnings
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from isentrope.backends.call import Call
 from isentrope.backends.merge import merge
+from isentrope.compiled import compiled
 
 BLOCK = 128
 # on a CPU FlexAttention exists only as a dense check of itself
@@ -47,19 +46,16 @@ def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 def _branch(call: Call) -> tuple[Tensor, Tensor]:
-    low, high = call.bounds
-    batch, _, queries, _ = call.q.shape
-    # rows past the end repeat the last: a block that reaches over it reads something harmless
-    spare = -queries % BLOCK
-    low, high = (torch.cat((x, x[:, -1:].expand(-1, spare, -1)), 1) for x in (low, high))
-    low, high = (x.to(torch.int32).expand(batch, -1, -1).contiguous() for x in (low, high))
-    block_mask = _block_mask(low, high, queries, call.k.shape[2])
+    block_mask, spans = call.layout.remember(("blocks", call.region), lambda: _block_mask(call))
     score_mod = None if call.slopes is None else _bias(call)
-    kernel = _kernel(low.shape[-1], score_mod is not None, call.q.requires_grad) if call.q.is_cuda else _eager
-    out, lse = kernel(call.q, call.k, call.v, score_mod, block_mask, call.scale, call.groups > 1)
-    # FlexAttention gives a query that sees no key a finite log-sum-exp on some paths
-    blind = call.seen == 0
-    return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -torch.inf)
+    tensors, grouped = (call.q, call.k, call.v), call.groups > 1
+    if call.q.is_cuda:
+        backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        sizes = (call.q.dtype, call.q.shape[-1], call.v.shape[-1])
+        kernel = compiled(_run, call.q, *sizes, spans, score_mod is None, grouped, backward)
+    else:
+        kernel = _eager
+    return kernel(*tensors, score_mod, block_mask, call.scale, grouped)
 
 
 def _run(
@@ -74,20 +70,13 @@ def _run(
 
 
 def _eager(*args: Any) -> tuple[Tensor, Tensor]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+    """FlexAttention's own dense formula. Left alone it would be traced anew for every shape, until that gives up."""
+    before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
         return _run(*args)
-
-
-@cache
-def _kernel(spans: int, biased: bool, grad: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """One compiled function per shape of the mask formula.
-
-    Compilations are counted per code object and, past a limit, silently dropped for the dense path: each variant gets a
-    code object of its own, and `fullgraph` turns a drop into an error.
-    """
-    own = types.FunctionType(_run.__code__.replace(co_name=f"_run_{spans}_{biased}_{grad}"), _run.__globals__)
-    return torch.compile(own, fullgraph=True)
+    finally:
+        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
 def _bias(call: Call) -> Callable[..., Tensor]:
@@ -115,8 +104,14 @@ def _visible(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask:
+def _block_mask(call: Call) -> tuple[BlockMask, int]:
     """The blocks each row of blocks must visit, and those of them that need no mask, from intervals alone."""
+    low, high = call.bounds
+    batch, queries, keys = call.layout.batch, call.layout.queries, call.layout.keys
+    # rows past the end repeat the last: a block that reaches over it reads something harmless
+    spare = -queries % BLOCK
+    low, high = (torch.cat((x, x[:, -1:].expand(-1, spare, -1)), 1) for x in (low, high))
+    low, high = (x.to(torch.int32).expand(batch, -1, -1).contiguous() for x in (low, high))
     first = torch.arange(0, keys, BLOCK, device=low.device)
     low_rows, high_rows = (x.unflatten(1, (-1, BLOCK))[..., None] for x in (low, high))
     # (batch, query blocks, rows, spans, key blocks) is never formed: extremes over rows come first
@@ -126,9 +121,10 @@ def _block_mask(low: Tensor, high: Tensor, queries: int, keys: int) -> BlockMask
     touched = ((union_low < first + BLOCK) & (union_high > first)).any(2)
     full = ((low_rows.amax(2) <= first) & (high_rows.amin(2) >= first + BLOCK)).any(2)
     partial = touched & ~full
-    return BlockMask.from_kv_blocks(
+    block_mask = BlockMask.from_kv_blocks(
         *_ordered(partial), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=_visible(low, high), seq_lengths=(queries, keys)
     )
+    return block_mask, low.shape[-1]
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Softmax over a union of disjoint key sets, from the softmax over each.
 
 With outputs o_b and log-sum-exps L_b of the branches:  L = ln Σ e^{L_b},  o = Σ o_b e^{L_b - L}. Backward, with the
-*merged* o and L, every branch has p = e^{s - L} and ds = p ∘ (do·vᵀ - rowsum(do ∘ o)): its own kernel's backward, called
-with o and L of the whole, gives exact gradients (as in ring attention), and none flows through L.
+*merged* o and L, every branch has p = e^{s - L} and ds = p ∘ (do·vᵀ - rowsum(do ∘ o)): its own kernel's backward,
+called with o and L of the whole, gives exact gradients (as in ring attention), and none flows through L.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(torch.stack(lses), 0)
     # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is no number
     anchor = torch.where(lse == -torch.inf, 0.0, lse)
-    out = sum(o.to(lse.dtype) * torch.exp(branch - anchor)[..., None] for o, branch in zip(outs, lses, strict=True))
-    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+    out = outs[0].to(lse.dtype) * torch.exp(lses[0] - anchor)[..., None]
+    for o, branch in zip(outs[1:], lses[1:], strict=True):
+        out = out + o.to(lse.dtype) * torch.exp(branch - anchor)[..., None]
+    return out.to(outs[0].dtype), lse
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all branches together; differentiable in both."""
     if len(outs) == 1:
         return outs[0], lses[0]
-    return compiled(_merge, outs[0])(outs, lses)
+    run = compiled(_merge, outs[0], outs[0].dtype, outs[0].shape[-1], len(outs))
+    return run(outs, lses)
 
 
 class Merged(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """PyTorch's fused scaled-dot-product kernels, with their log-sum-exp.
 
-Plain attention is one kernel call. Everything else goes in row chunks against the keys the rows may see, with a mask for
-the chunk alone, so memory stays linear.
+Plain attention is one kernel call. Everything else goes in row chunks against the keys the rows may see, with a mask
+for the chunk alone, so memory stays linear.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from isentrope.positions.rope import LAYOUTS, rope_frequencies
 
 
 class CLEX(nn.Module, Position):
-    """d ln θ / dt = W_down tanh(W_up (ln θ + ln θ_ntk(t))) + d ln θ_ntk / dt, integrated from t = 1 (Chen et al., 2023).
+    """d ln θ / dt = W_down tanh(W_up (ln θ + ln θ_ntk(t))) + d ln θ_ntk / dt, from t = 1 on (Chen et al., 2023).
 
     θ_ntk(t) is RoPE with base · (2t - 1)^{d/(d-2)}. A row of L keys is read at t = ⌈L / train_length⌉. W_down starts at
     zero, so that an untrained CLEX is NTK scaling. While training, call `sample` before each step: it draws t from

@@ -14,8 +14,8 @@ from isentrope.parts import Part, whole
 class PoSE(Part):
     """Positional skip-wise training (Zhu et al., 2023): position ids in two chunks with a random gap between them.
 
-    A row of L tokens is split at a random place; the first chunk keeps positions 0, 1, …, the second is moved ahead by a
-    skip drawn from 0 … target_length - L. Draw anew for every example of every epoch.
+    A row of L tokens is split at a random place; the first chunk keeps positions 0, 1, …, the second is moved ahead by
+    a skip drawn from 0 … target_length - L. Draw anew for every example of every epoch.
     """
 
     target_length: int = 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Fitted(Temperature):
         lengths = self.lengths
         if not isinstance(lengths, tuple) or not all(isinstance(n, int) and n > 0 for n in lengths) or not lengths:
             raise ValueError(f"Fitted(lengths=…): expected positive integers, got {lengths!r}")
-        if any(a >= b for a, b in zip(lengths, lengths[1:], strict=False)):
+        if any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(f"Fitted(lengths=…): expected increasing lengths, got {lengths!r}")
         try:
             shape = torch.tensor(self.table).shape

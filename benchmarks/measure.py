@@ -1,0 +1,106 @@
+"""Timing and memory, and what a figure must carry to be worth keeping: hardware, versions, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import isentrope
+
+
+def gpu_time(function: Callable[[], object], repeats: int = 20, warm: int = 3) -> float:
+    """Median milliseconds between events around one warm call."""
+    for _ in range(warm):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def gpu_peak(function: Callable[[], object]) -> int:
+    """Bytes allocated at the worst moment of one call, above what was allocated before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+def cpu_time(function: Callable[[], object], seconds: float = 1.0, least: int = 3) -> float:
+    """Median milliseconds of warm calls."""
+    function()
+    times: list[float] = []
+    while len(times) < least or sum(times) < seconds * 1000:
+        start = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - start) * 1000)
+    return statistics.median(times)
+
+
+def cpu_peak(code: str) -> int:
+    """Bytes by which running `code` in a fresh process raises its peak resident memory.
+
+    The code defines `prepare()`, run before the first reading, and `work()`, run before the second.
+    """
+    script = (
+        "import resource\n" + code + "\nprepare()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "work()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+
+
+def provenance() -> dict[str, object]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    return {
+        "hardware": hardware,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "isentrope": isentrope.__version__,
+        "commit": os.environ.get("ISENTROPE_COMMIT", commit) or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def save(path: Path, rows: list[dict[str, object]]) -> None:
+    """Write results complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+    part.replace(path)
+
+
+def peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,64 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+import json
+from math import ceil
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+# lengths a table shows, so that it fits 80 columns; the results file has them all
+SHOWN = 4
+
+
+def laws(results: Path) -> Table:
+    """One row for each law of `laws.json`: measured entropy at a few lengths, its drift and the theory's, and τ."""
+    data = json.loads(results.read_text(encoding="utf-8"))
+    config, lengths = data["config"], data["lengths"]
+    first, last = lengths[0], lengths[-1]
+    error = max(row["standard_error"] for row in data["rows"])
+    table = Table(
+        title=f"Attention entropy H (nats) over n keys, scores {config['alpha']:g} cos θ, d = {config['head_dim']}",
+        caption=(
+            f"H: mean over {config['queries']} queries, random unit vectors; standard error ≤ {error:.2f}.\n"
+            f"drift: H({last}) - H({first}), measured. theory: the same for H = ln n - KL;\n"
+            "* where too few keys carry the weight for it to hold.\n"
+            f"τ: at n = {last}. All laws are the bare formulas (clamp=False)."
+        ),
+        box=box.SIMPLE_HEAD,
+        title_style="bold",
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+        min_width=72,  # the title in one line
+    )
+    shown = _thinned(lengths)
+    table.add_column("law", no_wrap=True)
+    for n in shown:
+        table.add_column(f"n={n}" if n == first else str(n), justify="right")
+    for name in ("drift", "theory", "τ"):
+        table.add_column(name, justify="right")
+    rows = {(row["law"], row["n"]): row for row in data["rows"]}
+    for law in data["laws"]:
+        start, end = rows[law["key"], first], rows[law["key"], last]
+        table.add_row(
+            law["label"],
+            *(f"{rows[law['key'], n]['entropy']:.2f}" for n in shown),
+            _signed(end["entropy"] - start["entropy"]),
+            _signed(end["theory"] - start["theory"]) + (" " if start["settled"] and end["settled"] else "*"),
+            f"{end['tau']:.2f}",
+        )
+    return table
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0 makes -0.0 a plain zero
+
+
+def _thinned(lengths: list[int]) -> list[int]:
+    """At most SHOWN of the lengths, evenly, the first and the last among them."""
+    step = ceil((len(lengths) - 1) / (SHOWN - 1))
+    return [*lengths[:-1:step], lengths[-1]]

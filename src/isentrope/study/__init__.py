@@ -1,0 +1,1 @@
+"""Experiments: from a configuration to a results file."""

@@ -1,0 +1,138 @@
+"""The contract matrix: every recipe part with every other, in every setting, and what is left out, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+
+import isentrope as ise
+
+WINDOW = 8
+
+POSITIONS = (
+    "",
+    "nope",
+    "alibi",
+    "rope",
+    "rope:layout=interleaved",
+    "rope:rotary_dim=8",
+    "pi:factor=4",
+    "ntk:factor=4",
+    "ntk:factor=2,dynamic=True,original_length=20",
+    "yarn:factor=16,original_length=32",
+    "clex:dim={d},train_length=16",
+    f"rerope:window={WINDOW}",
+    f"rerope:window={WINDOW},layout=interleaved",
+    f"leakyrerope:window={WINDOW},leak=4",
+    f"selfextend:window={WINDOW},group=4",
+)
+TEMPERATURES = (
+    "",
+    "constant",
+    "loglength",
+    "softmaxplus:base=16",
+    "logn:train_length=16",
+    "yarntemperature:train_length=16",
+    "yarntemperature:factor=16",
+    "infoscale:train_length=16",
+    "infoscale:train_length=16,epsilon=0.5,clamp=False,count=sequence",
+    "infoscaleexact:train_length=16",
+    "llama4:floor=16",
+    "ssmax:heads={heads},bias=True",
+    "fitted:lengths=(16,64),table=(1.0,1.5),count=position",
+)
+MASKS = (
+    "",
+    "causal",
+    "window:size=9",
+    "sink:sinks=3,size=9",
+    f"lambda:sinks=5,window={WINDOW}",
+    "(window:size=9|sink:sinks=2,size=3)&lambda:sinks=1,window=30",
+)
+SCORES = ("", "cosine:alpha=16")
+CAUSAL = (False, True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes of one call, and how its rows are laid out: "", "lengths", "left", "documents", "position_ids", "blind"."""
+
+    queries: int
+    keys: int
+    rows: str = ""
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    d: int = 16
+    dv: int = 16
+    options: dict = field(default_factory=dict, compare=False)
+
+    def tensors(self, dtype, device="cpu", seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (
+            (self.batch, self.heads, self.queries, self.d),
+            (self.batch, self.kv_heads, self.keys, self.d),
+            (self.batch, self.kv_heads, self.keys, self.dv),
+        )
+        return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).to(device) for s in shapes]
+
+    def arguments(self, device="cpu"):
+        short = torch.tensor([self.keys, max(1, self.keys * 2 // 3)][: self.batch], device=device)
+        match self.rows:
+            case "lengths":
+                return {"lengths": short}
+            case "blind":
+                return {"lengths": torch.tensor([self.keys, 0][: self.batch], device=device)}
+            case "left":
+                return {"mask": ise.Padding(short, side="left")}
+            case "documents":
+                return {"mask": ise.Document(torch.arange(self.keys, device=device) // max(2, self.keys // 3))}
+            case "position_ids":
+                generator = torch.Generator().manual_seed(1)
+                return {"position_ids": ise.PoSE(4 * self.keys).sample(self.batch, self.keys, generator).to(device)}
+        return {}
+
+
+# awkward sizes on purpose: not multiples of anything a kernel likes
+SETTINGS = (
+    Setting(63, 63),
+    Setting(100, 100, batch=1, heads=6, kv_heads=6, dv=24),
+    Setting(63, 63, "lengths"),
+    Setting(1, 63, heads=4, kv_heads=1),
+    Setting(7, 100, "lengths", dv=8),
+    Setting(63, 63, "documents", heads=2, kv_heads=2),
+    Setting(50, 50, "left"),
+    Setting(63, 63, "position_ids", d=8, dv=40),
+    Setting(33, 33, "blind"),
+    Setting(1, 1, batch=1, heads=1, kv_heads=1),
+    Setting(40, 17, heads=3, kv_heads=3),
+)
+
+
+def meaningless(position: str, temperature: str, mask: str, score: str, causal: bool) -> str | None:
+    """Why a combination is not in the matrix."""
+    if causal and mask == "causal":
+        return "causal twice is causal"
+    return None
+
+
+def recipes():
+    """Every meaningful combination of parts, as (position, temperature, mask, score, causal)."""
+    for parts in product(POSITIONS, TEMPERATURES, MASKS, SCORES, CAUSAL):
+        if meaningless(*parts) is None:
+            yield parts
+
+
+def build(position: str, temperature: str, mask: str, score: str, setting: Setting) -> ise.Recipe:
+    text = "+".join(part for part in (position, temperature, score, mask) if part) or "plain"
+    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads))
+    for part in (recipe.position, recipe.temperature):
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+            with torch.no_grad():  # not at their starting point, where they might coincide with something simpler
+                for i, weight in enumerate(part.parameters()):
+                    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                    weight.add_(0.05 * noise.to(weight))
+    return recipe

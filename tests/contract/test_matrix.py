@@ -1,0 +1,79 @@
+"""Every recipe on every backend against the dense fp64 reference: output, log-sum-exp, entropy, dq, dk, dv."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isentrope as ise
+from isentrope.backends import chunked, sdpa
+from tests.contract.matrix import CAUSAL, MASKS, POSITIONS, SCORES, SETTINGS, TEMPERATURES, build, meaningless
+
+NAMES = ("out", "lse", "entropy", "dq", "dk", "dv")
+# fp64 arithmetic on a hundred tokens: a thousand roundings, times the size of the largest quantities
+TOLERANCE = 1e-10
+
+
+def run(recipe, setting, causal, backend, dtype=torch.float64, device="cpu", gradients=True):
+    q, k, v = (x.requires_grad_(gradients) for x in setting.tensors(dtype, device))
+    with torch.set_grad_enabled(gradients):
+        out, aux = ise.attention(
+            q, k, v, recipe, causal=causal, backend=backend, return_lse=True, return_entropy=True,
+            **setting.arguments(device),
+        )  # fmt: skip
+    results = [out, aux.lse, aux.entropy]
+    if gradients:
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        results += torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
+    return [x.detach() for x in results]
+
+
+def difference(ours, reference):
+    """Largest absolute difference; infinities must stand in the same places, and nothing may be NaN."""
+    if not torch.equal(ours.isinf(), reference.isinf()) or ours.isnan().any() or ours.shape != reference.shape:
+        return float("inf")
+    finite = reference.isfinite()
+    return (ours[finite].double() - reference[finite]).abs().max().item() if finite.any() else 0.0
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES, ids=lambda t: t.partition(",")[0] or "none")
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda p: p or "none")
+def test_backends_agree_with_reference(position, temperature, monkeypatch):
+    """All masks × scores × causal × backends. The setting moves on with every recipe, so that each part meets each."""
+    monkeypatch.setattr(chunked, "SCORES", 1 << 13)  # several chunks even at these sizes
+    monkeypatch.setattr(sdpa, "MASK_ENTRIES", 1 << 11)
+    turn = POSITIONS.index(position) * 5 + TEMPERATURES.index(temperature) * 3
+    for mask in MASKS:
+        for score in SCORES:
+            for causal in CAUSAL:
+                if meaningless(position, temperature, mask, score, causal):
+                    continue
+                turn += 1
+                setting = SETTINGS[turn % len(SETTINGS)]
+                recipe = build(position, temperature, mask, score, setting)
+                reference = run(recipe, setting, causal, "reference")
+                for backend in ("sdpa", "chunked"):
+                    errors = map(difference, run(recipe, setting, causal, backend), reference)
+                    worst = {name: e for name, e in zip(NAMES, errors, strict=True) if not e < TOLERANCE}
+                    assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
+                if turn % 12 == 0:  # dense and slow there: a twelfth of the matrix, every part among it
+                    ours = run(recipe, setting, causal, "flex", gradients=False)
+                    worst = {
+                        n: e for n, e in zip(NAMES, map(difference, ours, reference), strict=False) if not e < TOLERANCE
+                    }
+                    assert not worst, f"{recipe} causal={causal} {setting} on flex: {worst}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("position", ["rope", "rerope:window=8", "alibi"])
+def test_every_setting(position, setting):
+    """Each setting with a one-branch, a several-branch and a biased method, on all backends."""
+    for mask in MASKS:
+        for causal in CAUSAL:
+            recipe = build(position, "infoscale:train_length=16", mask, "", setting)
+            reference = run(recipe, setting, causal, "reference")
+            for backend in ("sdpa", "chunked", "flex"):
+                gradients = backend != "flex"
+                ours = run(recipe, setting, causal, backend, gradients=gradients)
+                errors = [difference(a, b) for a, b in zip(ours, reference, strict=False)]
+                assert max(errors) < TOLERANCE, f"{recipe} causal={causal} on {backend}: {errors}"

@@ -1,0 +1,137 @@
+"""Low precision: against fp64, a backend may be at most twice as far off as plain low-precision attention.
+
+Plain attention is the eager formula on the same folded operands: scores in the low precision, softmax in fp32.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+import isentrope as ise
+from isentrope.attention import _calls, _geometry
+from tests.contract.matrix import WINDOW, Setting, build
+from tests.contract.test_matrix import NAMES, run
+
+POSITIONS = (
+    "rope",
+    "yarn:factor=16,original_length=32",
+    f"rerope:window={WINDOW}",
+    f"leakyrerope:window={WINDOW},leak=4",
+    f"selfextend:window={WINDOW},group=4,layout=interleaved",
+    "alibi",
+)
+TEMPERATURES = ("", "infoscale:train_length=16")
+MASKS = ("", "window:size=9", "sink:sinks=3,size=20")
+SCORES = ("", "cosine:alpha=16")
+SETTINGS = (
+    Setting(100, 100, d=64, dv=64),
+    Setting(63, 63, "lengths", d=64, dv=64),
+    Setting(63, 63, "documents", d=64, dv=64),
+    Setting(1, 257, d=64, dv=64),
+    Setting(257, 257, "left", d=64, dv=64),
+    Setting(100, 100, "position_ids", d=64, dv=64),
+    Setting(63, 63, "blind", d=64, dv=64),
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def eager(recipe, setting, causal, dtype, device):
+    """Output, lse, entropy, dq, dk, dv of attention as one would write it by hand in this dtype."""
+    q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
+    recipe = recipe.resolved()
+    options = setting.arguments(device)
+    layout, region, _ = _geometry(
+        q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
+    )
+    scores = None
+    for call in _calls(q, k, v, recipe, layout, region, None, False):
+        s = call.scale * (call.q @ call.k.repeat_interleave(call.groups, 1).mT)
+        if (bias := call.bias()) is not None:
+            s = s + bias.to(dtype)
+        scores = torch.where(call.mask(), s, torch.full_like(s, -torch.inf) if scores is None else scores)
+    seen = (scores > -torch.inf).any(-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(~seen, 0), -1, dtype=torch.float32) * seen
+    out = p.to(dtype) @ v.repeat_interleave(setting.heads // setting.kv_heads, 1)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    gradients = torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
+    results = [out, torch.logsumexp(scores.float(), -1), torch.special.entr(p).sum(-1), *gradients]
+    return [x.detach() for x in results]
+
+
+def distance(x, reference):
+    finite = reference.isfinite()
+    assert torch.equal(x.isfinite(), finite)
+    norm = reference[finite].norm().clamp_min(1e-30)
+    return ((x[finite].double() - reference[finite]).norm() / norm).item()
+
+
+def check(recipe, setting, causal, backend, dtype, device):
+    # the reference sees the rounded inputs: what is judged is the computation
+    rounded = [x.double() for x in setting.tensors(dtype, device)]
+    truth = _reference(recipe, setting, causal, rounded, device)
+    plain = eager(recipe, setting, causal, dtype, device)
+    gradients = not (backend == "flex" and device == "cpu")
+    ours = run(recipe, setting, causal, backend, dtype, device, gradients)
+    # rounding of the log-sum-exp itself, and, under a distance bias, of the mean key position it is measured by
+    positions = 4 * setting.keys if recipe.position.name() == "alibi" else 0
+    floor = {"lse": 4 * torch.finfo(dtype).eps, "entropy": 4 * torch.finfo(dtype).eps + positions * 2**-24}
+    for name, a, b, c in zip(NAMES, ours, plain, truth, strict=False):
+        bound = 2 * distance(b, c) + floor.get(name, 0)
+        assert distance(a, c) <= bound, f"{name} of {recipe} causal={causal} {setting} on {backend} in {dtype}"
+
+
+def _reference(recipe, setting, causal, tensors, device):
+    exact = _Exact(setting, tensors)
+    return run(recipe, exact, causal, "reference", torch.float64, device)
+
+
+class _Exact:
+    """A setting whose tensors are given."""
+
+    def __init__(self, setting, tensors):
+        self.setting, self.given = setting, tensors
+
+    def tensors(self, dtype, device):
+        return [x.clone() for x in self.given]
+
+    def arguments(self, device):
+        return self.setting.arguments(device)
+
+
+def cases(start=0, step=1):
+    """Every combination, or an equal share of them."""
+    return list(enumerate(product(POSITIONS, TEMPERATURES, MASKS, SCORES, (False, True))))[start::step]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cpu(backend, dtype):
+    for i, (position, temperature, mask, score, causal) in cases(DTYPES.index(dtype), len(DTYPES)):
+        setting = SETTINGS[i % len(SETTINGS)]
+        check(build(position, temperature, mask, score, setting), setting, causal, backend, dtype, "cpu")
+
+
+@pytest.mark.gpu
+def test_gpu_sdpa_refuses_to_round_a_bias():
+    with pytest.raises(ValueError, match="distance bias would be rounded"):
+        ise.attention(*SETTINGS[0].tensors(torch.bfloat16, "cuda"), "alibi", backend="sdpa")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("sdpa", torch.bfloat16), ("sdpa", torch.float32), ("flex", torch.bfloat16), ("chunked", torch.bfloat16)],
+    ids=str,
+)
+def test_gpu(backend, dtype, position):
+    if position == "alibi" and backend == "sdpa" and dtype != torch.float32:
+        backend = "chunked"
+    for i, (name, temperature, mask, score, causal) in cases():
+        if name == position:
+            setting = SETTINGS[i % len(SETTINGS)]
+            recipe = build(position, temperature, mask, score, setting)
+            check(recipe, setting, causal, backend, dtype, "cuda")
