@@ -337,7 +337,7 @@ WHOLE = [
     ("InfoScaleExact(train_length", lambda n: ise.InfoScaleExact(n), 1),
     ("Llama4(floor", lambda n: ise.Llama4(n), 1),
     ("SSMax(heads", lambda n: ise.SSMax(n), 1),
-    ("SSMax(train_length", lambda n: ise.SSMax(4, n), 4),
+    ("SSMax(init_length", lambda n: ise.SSMax(4, n), 4),
 ]
 NUMBERS = [
     ("Cosine(alpha", lambda n: ise.Cosine(n), " > 0", [0, -1]),

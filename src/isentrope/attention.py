@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
+from math import inf, isfinite
 from types import ModuleType
 from typing import Any
 
@@ -75,14 +75,14 @@ def attention(
     """
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
-    layout, region, is_causal = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
+    layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
     calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
     name = _choose(backend, calls)
     need_lse = return_lse or return_entropy
     out, lse = BACKENDS[name].attend(calls, need_lse)
     if not need_lse:
         return out
-    entropy = _entropy(name, calls, lse, is_causal) if return_entropy else None
+    entropy = _entropy(name, calls, lse) if return_entropy else None
     return out, Aux(lse if return_lse else None, entropy, name)
 
 
@@ -125,8 +125,8 @@ def _geometry(
     causal: bool,
     lengths: Tensor | Sequence[int] | None,
     position_ids: PositionIds | None,
-) -> tuple[Layout, Region, bool]:
-    """Where tokens sit, what each query may see, and whether that is never a key ahead."""
+) -> tuple[Layout, Region]:
+    """Where tokens sit, and what each query may see."""
     if call_mask is not None and not isinstance(call_mask, Mask):
         raise ValueError(f"mask: expected a mask such as Document(ids), got {call_mask!r}")
     masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
@@ -152,7 +152,7 @@ def _geometry(
     region = Full().region(causal)
     for mask in masks:
         region = region & mask.region(causal)
-    return layout, layout.simplify(region), causal
+    return layout, layout.simplify(region)
 
 
 def _calls(
@@ -177,6 +177,8 @@ def _calls(
         raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tau = _temperature(recipe.temperature, layout, region, q, dtype)
+    if scale is not None and not (isinstance(scale, (int, float)) and isfinite(scale)):
+        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
     factor = score.factor(q.shape[-1]) if scale is None else float(scale)
     interleaved = getattr(position, "layout", "half") == "interleaved"
     theta = _frequencies(position, q, layout, dtype)
@@ -205,7 +207,7 @@ def _temperature(law: Any, layout: Layout, region: Region, q: Tensor, dtype: tor
         return None
     n = layout.count(getattr(law, "count", "visible"), region)
     # over one key, or none, the softmax is the same at any temperature: no law need be defined there
-    n = n.clamp_min(2)[:, None].to(dtype)
+    n = torch.where(layout.count("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
     tau: Tensor = law.scale(n, q.shape[-1])
     if tau.dim() != 3 or tau.shape[1] not in (1, q.shape[1]):
         raise ValueError(f"temperature: expected τ for 1 or {q.shape[1]} heads, got shape {tuple(tau.shape)}")
@@ -258,20 +260,20 @@ def _announce(name: str, device: str) -> None:
     logger.info("attention: backend 'auto' runs %s on %s", name, device)
 
 
-def _entropy(name: str, calls: list[Call], lse: Tensor, causal: bool) -> Tensor:
-    """H = L - Σ_j p_j s_j, branch by branch: with V := K attention returns Σ_j p_j k_j, and s is linear in k."""
+def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
+    """H = Σ_j p_j (L - s_j), branch by branch: with V := K attention returns Σ_j p_j k_j, and s is linear in k."""
     if name == "reference":
         return reference.entropy(calls)
     with torch.no_grad():
-        mean = torch.zeros_like(lse)
+        entropy = torch.zeros_like(lse)
         anchor = torch.where(lse == -inf, 0.0, lse)
         for call in calls:
             k_mean, branch = BACKENDS[name].attend([replace(call, v=call.k)], True)
             score = compiled(_inner, call.q, call.q.dtype, call.q.shape[-1])(call.q, k_mean, lse.dtype)
-            mean += torch.exp(branch - anchor) * call.scale * score
+            entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)
             if call.slopes is not None:
-                mean += _mean_bias(name, call, anchor)
-        return torch.where(lse == -inf, 0.0, lse - mean)
+                entropy -= _mean_bias(name, call, anchor)
+        return entropy.clamp_min(0)  # rounding may put a query that sees one key a little below
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -206,7 +206,10 @@ def _readable(x: Tensor) -> bool:
 
 
 def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: expected a tensor of integers, got {value!r}") from error
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
     return tensor.to(device=device, dtype=torch.int64)
@@ -222,9 +225,10 @@ def _check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, devic
 
 
 def _check_documents(documents: Tensor, batch: int, keys: int, device: torch.device) -> Tensor:
-    ids = torch.atleast_2d(_integers(documents, "Document(ids)", device))
+    given = _integers(documents, "Document(ids)", device)
+    ids = torch.atleast_2d(given)
     if ids.shape not in ((1, keys), (batch, keys)):
-        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(documents.shape)}")
+        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(given.shape)}")
     return ids
 
 

@@ -137,6 +137,8 @@ class Compound(Mask):
     sign = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.masks, tuple) or not self.masks or not all(isinstance(m, Mask) for m in self.masks):
+            raise ValueError(f"{type(self).__name__}(masks=…): expected a tuple of masks, got {self.masks!r}")
         # a & (b & c) is the same mask as (a & b) & c, and reads the same
         flat = tuple(m for mask in self.masks for m in (mask.masks if type(mask) is type(self) else (mask,)))
         object.__setattr__(self, "masks", flat)
@@ -160,6 +162,7 @@ class And(Compound):
         return any(mask.causal for mask in self.masks)
 
     def region(self, causal: bool) -> Region:
+        causal = causal or self.causal  # so that a window beside Causal() takes its causal form
         return reduce(Region.__and__, (mask.region(causal) for mask in self.masks))
 
 

@@ -47,9 +47,8 @@ def _text(value: Any) -> str:
 def whole(part: object, key: str, least: int) -> None:
     """Check that a part's option is an integer ≥ least."""
     value = getattr(part, key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value != int(value):
-        raise ValueError(f"{type(part).__name__}({key}=…): expected an integer ≥ {least}, got {value!r}")
-    if value < least:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    if not is_number or value != int(value) or value < least:
         raise ValueError(f"{type(part).__name__}({key}=…): expected an integer ≥ {least}, got {value!r}")
     object.__setattr__(part, key, int(value))
 

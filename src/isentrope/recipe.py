@@ -81,7 +81,7 @@ class Recipe:
             raise ValueError(f"Recipe.from_dict: expected a dictionary, got {data!r}")
         for key in data:
             if key not in KINDS:
-                raise ValueError(f"Recipe.from_dict: unknown key {key!r}{_hint(key, KINDS)}")
+                raise ValueError(f"Recipe.from_dict: unknown key {key!r}{_hint(str(key), KINDS)}")
         parts = {}
         for expected, options in data.items():
             kind, part = _from_dict(options)
@@ -172,7 +172,7 @@ def _build(name: str, options: dict[str, Any]) -> tuple[str, Part]:
     known = part.options()
     for key in options:
         if key not in known:
-            raise ValueError(f"recipe part {name!r}: unknown option {key!r}{_hint(key, known)}")
+            raise ValueError(f"recipe part {name!r}: unknown option {key!r}{_hint(str(key), known)}")
     missing = [key for key, default in known.items() if default is REQUIRED and key not in options]
     if missing:
         raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")

@@ -54,4 +54,5 @@ def unit(x: Tensor) -> Tensor:
     # dividing by the largest entry first keeps the sum of squares away from overflow and underflow
     peak = x.abs().amax(-1, keepdim=True)
     x = x / torch.where(peak > 0, peak, torch.ones_like(peak))
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny))
+    # the largest entry is now 1, so the sum is at least 1 unless x is zero: then the floor keeps the gradient finite
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True).clamp_min(0.5))

@@ -35,6 +35,16 @@ SETTINGS = (
     Setting(100, 100, "position_ids", d=64, dv=64),
     Setting(63, 63, "blind", d=64, dv=64),
 )
+# block-sparse kernels: sizes that reach over several blocks of 128, none of them evenly
+GPU_SETTINGS = (
+    Setting(257, 257, d=64, dv=64),
+    Setting(200, 200, "lengths", d=64, dv=64),
+    Setting(300, 300, "documents", d=64, dv=64),
+    Setting(1, 257, d=64, dv=64),
+    Setting(257, 257, "left", d=64, dv=64),
+    Setting(130, 130, "position_ids", d=64, dv=64),
+    Setting(200, 200, "blind", d=64, dv=64),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,9 +87,11 @@ def check(recipe, setting, causal, backend, dtype, device):
     ours = run(recipe, setting, causal, backend, dtype, device, gradients)
     # rounding of the log-sum-exp itself, and, under a distance bias, of the mean key position it is measured by
     positions = 4 * setting.keys if recipe.position.name() == "alibi" else 0
-    floor = {"lse": 4 * torch.finfo(dtype).eps, "entropy": 4 * torch.finfo(dtype).eps + positions * 2**-24}
+    eps = torch.finfo(dtype).eps
+    floor = {"lse": 4 * eps, "entropy": 4 * eps + positions * 2**-24}
     for name, a, b, c in zip(NAMES, ours, plain, truth, strict=False):
-        bound = 2 * distance(b, c) + floor.get(name, 0)
+        # in fp32 the plain formula is within a rounding or two of the truth: a sum in another order is not worse
+        bound = 2 * distance(b, c) + floor.get(name, 2 * eps if dtype == torch.float32 else 0)
         assert distance(a, c) <= bound, f"{name} of {recipe} causal={causal} {setting} on {backend} in {dtype}"
 
 
@@ -132,6 +144,7 @@ def test_gpu(backend, dtype, position):
         backend = "chunked"
     for i, (name, temperature, mask, score, causal) in cases():
         if name == position:
-            setting = SETTINGS[i % len(SETTINGS)]
+            settings = GPU_SETTINGS if backend == "flex" else SETTINGS
+            setting = settings[i % len(settings)]
             recipe = build(position, temperature, mask, score, setting)
             check(recipe, setting, causal, backend, dtype, "cuda")

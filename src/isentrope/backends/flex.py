@@ -19,6 +19,8 @@ from isentrope.backends.merge import merge
 from isentrope.compiled import compiled
 
 BLOCK = 128
+# one kernel for all lengths: the one for few queries is another, and not to be had for every shape
+OPTIONS: Any = {"BACKEND": "TRITON"}
 # on a CPU FlexAttention exists only as a dense check of itself
 MOST_ON_CPU = 4096
 
@@ -63,7 +65,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     out, aux = flex_attention(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=grouped,
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=True), kernel_options=OPTIONS,
     )  # fmt: skip
     assert aux.lse is not None
     return out, aux.lse
@@ -71,6 +73,7 @@ def _run(
 
 def _eager(*args: Any) -> tuple[Tensor, Tensor]:
     """FlexAttention's own dense formula. Left alone it would be traced anew for every shape, until that gives up."""
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)  # it refuses tensors that ask for gradients
     before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:

@@ -132,7 +132,9 @@ def _additive(call: Call, rows: slice, columns: slice) -> Tensor:
     # GPU kernels read the mask in aligned vectors: give rows a padded stride
     stride = -(-width // 16) * 16
     shape = torch.broadcast_shapes(visible.shape, () if bias is None else bias.shape)
-    mask = call.q.new_zeros(*shape[:-1], stride)[..., :width]
+    # a distance bias has more digits than half precision; the CPU kernel takes it as it is
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    mask = call.q.new_zeros(*shape[:-1], stride, dtype=call.q.dtype if bias is None else wide)[..., :width]
     if bias is not None:
         mask.copy_(bias)
     return mask.masked_fill_(~visible, -torch.inf)
@@ -165,8 +167,10 @@ def _backward(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tenso
             grad, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None,
             q.shape[2], k.shape[2], 0.0, causal, scale=scale,
         )  # fmt: skip
-    # that kernel keeps its log-sum-exp in rows of 32
+    # that kernel keeps its log-sum-exp in rows of 32, and reads outputs as (batch, queries, heads, size) whatever their
+    # strides say
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _expanded(bias, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )

@@ -49,8 +49,8 @@ class CLEX(nn.Module, Position):
         if hidden is not None:
             whole(self, "hidden", 1)
         pairs = self.dim // 2
-        self.up = nn.Linear(pairs, hidden or pairs, bias=False)
-        self.down = nn.Linear(hidden or pairs, pairs, bias=False)
+        self.up = nn.Linear(pairs, self.hidden or pairs, bias=False)
+        self.down = nn.Linear(self.hidden or pairs, pairs, bias=False)
         nn.init.zeros_(self.down.weight)
         self.register_buffer("factor", torch.ones((), dtype=torch.int64), persistent=False)
 
@@ -79,24 +79,26 @@ class CLEX(nn.Module, Position):
         return self.path(int(t_rows.max()) + 1, dtype, device)[t_rows]
 
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """θ at t = 1 … last: (last, pairs)."""
-        start = rope_frequencies(self.dim, self.base, dtype).to(device).log()
-        state, states, h = start, [start], 1 / self.steps
+        """θ at t = 1 … last: (last, pairs). Only the learned part is integrated; θ_ntk is known in closed form."""
+        learned = torch.zeros(self.dim // 2, dtype=dtype, device=device)
+        states, h = [self._ntk(1, learned)], 1 / self.steps
         for t in range(1, last):
             for part in range(self.steps):
                 now = t + part * h
-                k1 = self._slope(now, state, start)
-                k2 = self._slope(now + h / 2, state + h / 2 * k1, start)
-                k3 = self._slope(now + h / 2, state + h / 2 * k2, start)
-                k4 = self._slope(now + h, state + h * k3, start)
-                state = state + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-            states.append(state)
+                k1 = self._slope(now, learned)
+                k2 = self._slope(now + h / 2, learned + h / 2 * k1)
+                k3 = self._slope(now + h / 2, learned + h / 2 * k2)
+                k4 = self._slope(now + h, learned + h * k3)
+                learned = learned + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+            states.append(self._ntk(t + 1, learned) + learned)
         return torch.stack(states).exp()
 
-    def _slope(self, t: float, log_theta: Tensor, start: Tensor) -> Tensor:
-        # ln θ_ntk(t) = ln θ - 2m/(d-2) · ln(2t - 1)
-        m = torch.arange(self.dim // 2, dtype=start.dtype, device=start.device)
-        stretch = 2 * m / (self.dim - 2)
-        ntk = start - stretch * torch.log(start.new_tensor(2 * t - 1))
-        up, down = self.up.weight.to(start.dtype), self.down.weight.to(start.dtype)
-        return torch.tanh((log_theta + ntk) @ up.T) @ down.T - stretch * 2 / (2 * t - 1)
+    def _ntk(self, t: float, like: Tensor) -> Tensor:
+        """ln θ_ntk(t)."""
+        stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
+        return rope_frequencies(self.dim, self.base * stretch, like.dtype).to(like.device).log()
+
+    def _slope(self, t: float, learned: Tensor) -> Tensor:
+        up, down = self.up.weight.to(learned.dtype), self.down.weight.to(learned.dtype)
+        ntk = self._ntk(t, learned)
+        return torch.tanh((ntk + learned + ntk) @ up.T) @ down.T

@@ -61,7 +61,7 @@ class LeakyReRoPE(NearAndFar):
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         shift = sign * self.window * (1 - 1 / self.leak)
-        return query / self.leak + shift, key / self.leak
+        return query.double() / self.leak + shift, key.double() / self.leak
 
 
 @dataclass(frozen=True)

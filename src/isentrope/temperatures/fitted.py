@@ -29,14 +29,17 @@ class Fitted(Temperature):
         object.__setattr__(self, "lengths", _as_tuple(self.lengths))
         object.__setattr__(self, "table", _as_tuple(self.table))
         lengths = self.lengths
-        if not isinstance(lengths, tuple) or not all(isinstance(n, int) and n > 0 for n in lengths) or not lengths:
+        if not isinstance(lengths, tuple) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
             raise ValueError(f"Fitted(lengths=…): expected positive integers, got {lengths!r}")
         if any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(f"Fitted(lengths=…): expected increasing lengths, got {lengths!r}")
         try:
-            shape = torch.tensor(self.table).shape
+            table = torch.tensor(self.table, dtype=torch.float64)
+            shape = table.shape
         except (TypeError, ValueError) as error:
             raise ValueError(f"Fitted(table=…): expected nested numbers, got {self.table!r}") from error
+        if not table.isfinite().all():
+            raise ValueError(f"Fitted(table=…): expected finite numbers, got {self.table!r}")
         if not 1 <= len(shape) <= 3 or shape[-1] != len(lengths):
             raise ValueError(
                 "Fitted(table=…): expected shape ([layers,] [heads,] lengths) "

@@ -14,27 +14,27 @@ from isentrope.temperatures.laws import COUNTS, lengths_as_float
 class SSMax(nn.Module, Part):
     """τ = s_h · ln n (+ b_h), Scalable-Softmax (Nakanishi, 2025): one learned slope a head.
 
-    Slopes start at the reciprocal of the mean of ln n over 1 … train_length, so that training begins near τ = 1.
+    Slopes start at the reciprocal of the mean of ln n over 1 … init_length, so that training begins near τ = 1.
     """
 
     def __init__(
         self,
         heads: int,
-        train_length: int = 1024,
+        init_length: int = 1024,
         bias: bool = False,
         *,
         clamp: bool = False,
         count: str = "visible",
     ) -> None:
         super().__init__()
-        self.heads, self.train_length, self.bias, self.clamp, self.count = heads, train_length, bias, clamp, count
+        self.heads, self.init_length, self.bias, self.clamp, self.count = heads, init_length, bias, clamp, count
         whole(self, "heads", 1)
-        whole(self, "train_length", 4)
+        whole(self, "init_length", 4)
         flag(self, "bias")
         choice(self, "count", COUNTS)
         if clamp is not False:
             raise ValueError(f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {clamp!r}")
-        self.slope = nn.Parameter(torch.full((self.heads,), 1 / (log(self.train_length) - 1)))
+        self.slope = nn.Parameter(torch.full((self.heads,), 1 / (log(self.init_length) - 1)))
         self.offset = nn.Parameter(torch.zeros(self.heads)) if bias else None
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
