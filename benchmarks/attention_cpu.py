@@ -2,8 +2,8 @@
 
     python benchmarks/attention_cpu.py [--lengths 1024,2048,4096,8192] [--out benchmarks/results/attention_cpu.json]
 
-fp32, batch 1, 4 heads, d = 64, causal, no gradients. Times are medians of warm calls; memory is what one call adds to the
-peak resident size of a fresh process.
+fp32, batch 1, 4 heads, d = 64, causal, no gradients. Times are medians of warm calls; memory is what one call adds to
+the peak resident size of a fresh process.
 """
 
 from __future__ import annotations
@@ -80,14 +80,10 @@ def main() -> None:
 
 
 def add(rows, name, backend, n, time, base, expression):
-    peak = cpu_peak(CODE.format(heads=HEADS, n=n, size=SIZE, expression=expression))
-    rows.append(
-        {"method": name, "backend": backend, "n": n, "ms": time, "to_sdpa": time / base, "peak_mib": peak / 2**20}
-    )
-    print(
-        f"{name:24} {backend:8} n={n:5d} {time:9.1f} ms {time / base:6.2f} × SDPA  peak {peak / 2**20:7.1f} MiB",
-        flush=True,
-    )
+    mib = cpu_peak(CODE.format(heads=HEADS, n=n, size=SIZE, expression=expression)) / 2**20
+    ratio = time / base
+    rows.append({"method": name, "backend": backend, "n": n, "ms": time, "to_sdpa": ratio, "peak_mib": mib})
+    print(f"{name:24} {backend:8} n={n:5d} {time:9.1f} ms {ratio:6.2f} × SDPA  peak {mib:7.1f} MiB", flush=True)
 
 
 def growth(rows, lengths):

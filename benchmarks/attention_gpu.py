@@ -2,18 +2,19 @@
 
     python benchmarks/attention_gpu.py [--lengths 32768,131072] [--out benchmarks/results/attention_gpu.json]
 
-bf16, batch 1, 32 heads, d = 128, causal, no gradients unless said. Times are medians of warm calls between events. "cold"
-is one call whose geometry (visible intervals, block masks, frequencies) is built anew; warm calls share it, as the layers
-of a model do.
+bf16, batch 1, 32 heads, d = 128, causal, no gradients. Times are medians of warm calls between events; every method takes
+turns with the baseline, so that a clock that drifts moves both sides of a ratio. "cold" is a call whose geometry (visible
+intervals, block masks, frequencies) is built anew; warm calls share it, as the layers of a model do.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import gpu_peak, gpu_time, save
+from measure import gpu_peak, gpu_times, save
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -71,48 +72,47 @@ def measure(n: int, rows: list[dict[str, object]]) -> None:
     compiled_flex = torch.compile(flex_attention, dynamic=False)
     causal = torch.compile(create_block_mask)(lambda b, h, i, j: i >= j, 1, 1, n, n, device="cuda")
 
-    def record(name: str, run: object, base: float | None, flex: float | None, cold: float | None = None) -> float:
+    def record(name: str, run: Callable[[], object], rival: Callable[[], object] | None = None) -> dict[str, object]:
         with torch.no_grad():
-            time = gpu_time(run, repeats)  # type: ignore[arg-type]
-            peak = gpu_peak(run)  # type: ignore[arg-type]
-        row = {
-            "method": name, "n": n, "ms": time, "cold_ms": cold, "tflops": flops / time / 1e9, "peak_gib": peak / 2**30,
-            "to_sdpa": time / base if base else 1.0, "to_flex": time / flex if flex else None,
-        }  # fmt: skip
+            time, base = gpu_times((run, baseline), repeats)
+            row: dict[str, object] = {"method": name, "n": n, "ms": time, "sdpa_ms": base, "to_sdpa": time / base}
+            row |= {"tflops": flops / time / 1e9, "peak_gib": gpu_peak(run) / 2**30}
+            if rival is not None:
+                time, other = gpu_times((run, rival), repeats)
+                row["to_rival"] = time / other
         rows.append(row)
-        ratios = f"{row['to_sdpa']:6.3f} × SDPA" + (f" {row['to_flex']:6.3f} × flex" if flex else "")
-        started = f"  cold {cold:7.2f}" if cold else ""
-        print(f"{name:32} n={n:7d} {time:8.2f} ms  {ratios}  peak {row['peak_gib']:5.2f} GiB{started}", flush=True)
-        return time
+        print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
+        return row
 
-    base = record("compiled RoPE + SDPA", baseline, None, None)
-    flex = record("FlexAttention causal", lambda: compiled_flex(q, k, v, block_mask=causal), base, None)
-    warm = {}
+    def stock_flex() -> object:
+        return compiled_flex(q, k, v, block_mask=causal)
+
+    record("compiled RoPE + SDPA", baseline)
+    record("FlexAttention causal", stock_flex)
     for name, recipe in RECIPES.items():
-        warm[name] = record(
-            name, lambda r=recipe: ise.attention(q, k, v, r, causal=True), base, flex, cold(q, k, v, recipe)
-        )
-    for name in ("InfoScale + RoPE", "ReRoPE 1024"):
-        recipe = RECIPES[name]
-        time = record(
-            f"{name}, entropy too",
-            lambda r=recipe: ise.attention(q, k, v, r, causal=True, return_entropy=True),
-            base,
-            flex,
-        )
-        rows[-1]["to_without_entropy"] = time / warm[name]
-        print(f"    = {time / warm[name]:.3f} × the same without entropy", flush=True)
+
+        def plain(recipe: str = recipe) -> torch.Tensor:
+            return ise.attention(q, k, v, recipe, causal=True)
+
+        row = record(name, plain, stock_flex)  # to_rival: against FlexAttention's own causal attention
+        row["cold_ms"] = cold(plain)
+        if name in ("InfoScale + RoPE", "ReRoPE 1024"):
+
+            def diagnosed(recipe: str = recipe) -> object:
+                return ise.attention(q, k, v, recipe, causal=True, return_entropy=True)
+
+            record(f"{name}, entropy too", diagnosed, plain)  # to_rival: against the same without entropy
 
 
-def cold(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str) -> float:
-    """Milliseconds of a call after which nothing was remembered, kernels being compiled already."""
+def cold(call: Callable[[], object]) -> float:
+    """Milliseconds of a call when nothing is remembered, kernels being compiled already."""
 
     def run() -> None:
         _whole_rows.cache_clear()
         with torch.no_grad():
-            ise.attention(q, k, v, recipe, causal=True)
+            call()
 
-    return gpu_time(run, 3, warm=2)
+    return gpu_times((run,), 3)[0]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,19 +17,21 @@ import torch
 import isentrope
 
 
-def gpu_time(function: Callable[[], object], repeats: int = 20, warm: int = 3) -> float:
-    """Median milliseconds between events around one warm call."""
-    for _ in range(warm):
-        function()
-    times = []
+def gpu_times(functions: Sequence[Callable[[], object]], repeats: int = 20, warm: int = 3) -> list[float]:
+    """Median milliseconds of each function between events, warm, all taking turns."""
+    for function in functions:
+        for _ in range(warm):
+            function()
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+        for function, taken in zip(functions, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end))
+    return [statistics.median(taken) for taken in times]
 
 
 def gpu_peak(function: Callable[[], object]) -> int:
@@ -100,7 +101,3 @@ def save(path: Path, rows: list[dict[str, object]]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
     part.replace(path)
-
-
-def peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -53,7 +53,7 @@ def eager(recipe, setting, causal, dtype, device):
     q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
     recipe = recipe.resolved()
     options = setting.arguments(device)
-    layout, region, _ = _geometry(
+    layout, region = _geometry(
         q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
     )
     scores = None
