@@ -2,9 +2,9 @@
 
     python benchmarks/attention_gpu.py [--lengths 32768,131072] [--out benchmarks/results/attention_gpu.json]
 
-bf16, batch 1, 32 heads, d = 128, causal, no gradients. Times are medians of warm calls between events; every method takes
-turns with the baseline, so that a clock that drifts moves both sides of a ratio. "cold" is a call whose geometry (visible
-intervals, block masks, frequencies) is built anew; warm calls share it, as the layers of a model do.
+bf16, batch 1, 32 heads, d = 128, causal, no gradients. Times are medians of warm calls between events; every method
+takes turns with the baseline, so that a clock that drifts moves both sides of a ratio. "cold" is a call whose geometry
+(visible intervals, block masks, frequencies) is built anew; warm calls share it, as the layers of a model do.
 """
 
 from __future__ import annotations
