@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import inf, isfinite
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from isentrope.backends import chunked, flex, reference, sdpa
 from isentrope.backends.call import Call
 from isentrope.compiled import compiled
-from isentrope.fold import angles, fold
+from isentrope.fold import Angles, angles, fold
 from isentrope.layout import Layout, PositionIds, layout_of
 from isentrope.masks import Document, Full, Mask, Padding, data_masks
 from isentrope.positions import Branch, NoPE, Position
@@ -26,6 +26,7 @@ from isentrope.scores import Dot
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flex": flex, "chunked": chunked}
 logger = logging.getLogger("isentrope")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,17 @@ def attention(
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if isinstance(recipe, str):
-        return Recipe.parse(recipe)
+        return _parsed(recipe)
     if recipe is None:
         return Recipe()
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe: expected a Recipe, its text or None, got {recipe!r}")
     return recipe
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Recipe:
+    return Recipe.parse(text)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -166,8 +172,7 @@ def _calls(
     rotated_keys: bool,
 ) -> list[Call]:
     """One call for each branch of the position method that is reached, with everything folded into q and k."""
-    score = recipe.score or Dot()
-    position: Position = recipe.position or NoPE()
+    score, position = recipe.score or Dot(), recipe.position or NoPE()
     if rotated_keys and not position.keys_cacheable:
         raise ValueError(
             f"rotated_keys: {position.name()} needs raw keys, since a key's angle depends on the query or the length; "
@@ -175,62 +180,62 @@ def _calls(
         )
     if rotated_keys and score.normalises:
         raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tau = _temperature(recipe.temperature, layout, region, q, dtype)
     if scale is not None and not (isinstance(scale, (int, float)) and isfinite(scale)):
         raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
     factor = score.factor(q.shape[-1]) if scale is None else float(scale)
     interleaved = getattr(position, "layout", "half") == "interleaved"
-    theta = _frequencies(position, q, layout, dtype)
+    heads, head_dim = q.shape[1], q.shape[-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
 
-    def positioned(x: Tensor, at: Tensor | float | None, theta: Tensor | None, tau: Tensor | None) -> Tensor:
-        turn = None if theta is None else angles(at, theta, dtype)
-        return fold(x, turn, tau, score.normalises, interleaved)
-
+    # what does not depend on q, k and v is worked out once for all layers that share the layout
+    tau = _shared(
+        layout, recipe.temperature, (region, heads, head_dim, dtype),
+        lambda: _temperature(recipe.temperature, layout, region, heads, head_dim, dtype),
+    )  # fmt: skip
+    turns = _shared(
+        layout, position, (region, heads, head_dim, dtype),
+        lambda: _turns(position, layout, region, heads, head_dim, dtype),
+    )  # fmt: skip
     calls = []
-    for branch in _reachable(position.branches(layout.query, layout.key, q.shape[1]), layout, region):
-        key = k if rotated_keys else positioned(k, branch.key, theta[1], None)
-        query = positioned(q, branch.query, theta[0], tau)
+    for branch, query_turn, key_turn in turns:
+        query = fold(q, query_turn, tau, score.normalises, interleaved)
+        key = k if rotated_keys else fold(k, key_turn, None, score.normalises, interleaved)
         calls.append(Call(query, key, v, factor, branch.region, layout, branch.slopes))
     return calls
 
 
-def _reachable(branches: tuple[Branch, ...], layout: Layout, region: Region) -> list[Branch]:
-    """Branches cut to the visible region, without those that are empty at this length."""
-    cut = [replace(branch, region=layout.simplify(branch.region & region)) for branch in branches]
-    return [branch for branch in cut if branch.region.spans] or cut[:1]
+def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """What a part says about a layout; a part that learns is asked every time."""
+    return make() if isinstance(part, torch.nn.Module) else layout.remember((part, *sizes), make)
 
 
-def _temperature(law: Any, layout: Layout, region: Region, q: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _temperature(
+    law: Any, layout: Layout, region: Region, heads: int, head_dim: int, dtype: torch.dtype
+) -> Tensor | None:
     """τ of each query, (batch or 1, heads or 1, queries)."""
     if law is None:
         return None
     n = layout.count(getattr(law, "count", "visible"), region)
     # over one key, or none, the softmax is the same at any temperature: no law need be defined there
     n = torch.where(layout.count("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
-    tau: Tensor = law.scale(n, q.shape[-1])
-    if tau.dim() != 3 or tau.shape[1] not in (1, q.shape[1]):
-        raise ValueError(f"temperature: expected τ for 1 or {q.shape[1]} heads, got shape {tuple(tau.shape)}")
+    tau: Tensor = law.scale(n, head_dim)
+    if tau.dim() != 3 or tau.shape[1] not in (1, heads):
+        raise ValueError(f"temperature: expected τ for 1 or {heads} heads, got shape {tuple(tau.shape)}")
     return tau
 
 
-def _frequencies(
-    position: Position, q: Tensor, layout: Layout, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """θ for the queries and for the keys; they differ only where rows or documents have lengths of their own."""
+def _turns(
+    position: Position, layout: Layout, region: Region, heads: int, head_dim: int, dtype: torch.dtype
+) -> list[tuple[Branch, Angles | None, Angles | None]]:
+    """The branches that some visible pair falls into at this length, with the angles of their queries and keys."""
+    branches = position.branches(layout.query, layout.key, heads)
+    cut = [replace(branch, region=layout.simplify(branch.region & region)) for branch in branches]
+    reached = [branch for branch in cut if branch.region.spans] or cut[:1]
     if not position.rotates:
-        return None, None
-    head_dim = q.shape[-1]
-
-    def both() -> tuple[Tensor, Tensor]:
-        of_queries, of_keys = layout.row_lengths
-        theta = position.frequencies(head_dim, of_queries, dtype, q.device)  # type: ignore[attr-defined]
-        if theta.dim() == 1:
-            return theta, theta
-        return theta, position.frequencies(head_dim, of_keys, dtype, q.device)  # type: ignore[attr-defined]
-
-    learned = isinstance(position, torch.nn.Module)
-    return both() if learned else layout.remember(("frequencies", position, head_dim, dtype), both)
+        return [(branch, None, None) for branch in reached]
+    # frequencies of queries and keys differ only where rows or documents have lengths of their own
+    theta_q, theta_k = (position.frequencies(head_dim, n, dtype, layout.device) for n in layout.row_lengths)
+    return [(branch, angles(branch.query, theta_q, dtype), angles(branch.key, theta_k, dtype)) for branch in reached]
 
 
 def _choose(backend: str, calls: list[Call]) -> str:

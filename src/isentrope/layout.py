@@ -184,7 +184,7 @@ class Layout:
         return self.frame_high - self.frame_low, high - low
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def _whole_rows(batch: int, queries: int, keys: int, device: torch.device) -> Layout:
     with torch.inference_mode(False):
         return Layout(batch, queries, keys, device)

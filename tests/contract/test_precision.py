@@ -89,9 +89,11 @@ def check(recipe, setting, causal, backend, dtype, device):
     positions = 4 * setting.keys if recipe.position.name() == "alibi" else 0
     eps = torch.finfo(dtype).eps
     floor = {"lse": 4 * eps, "entropy": 4 * eps + positions * 2**-24}
+    # the GPU's fp32 kernel multiplies in three TF32 products
+    factor = 3 if (backend, dtype, device) == ("sdpa", torch.float32, "cuda") else 2
     for name, a, b, c in zip(NAMES, ours, plain, truth, strict=False):
         # in fp32 the plain formula is within a rounding or two of the truth: a sum in another order is not worse
-        bound = 2 * distance(b, c) + floor.get(name, 2 * eps if dtype == torch.float32 else 0)
+        bound = factor * distance(b, c) + floor.get(name, 2 * eps if dtype == torch.float32 else 0)
         assert distance(a, c) <= bound, f"{name} of {recipe} causal={causal} {setting} on {backend} in {dtype}"
 
 
@@ -143,9 +145,8 @@ def test_gpu(backend, dtype, position):
     if position == "alibi" and backend == "sdpa" and dtype != torch.float32:
         backend = "chunked"
     settings = GPU_SETTINGS if backend == "flex" else SETTINGS
-    for i, (name, temperature, mask, score, causal) in cases(
-        step=5 if backend == "flex" else 1
-    ):  # compiling takes long
+    step = 5 if backend == "flex" else 1  # compiling takes long
+    for i, (name, temperature, mask, score, causal) in cases(step=step):
         if name == position:
             setting = settings[i % len(settings)]
             recipe = build(position, temperature, mask, score, setting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isentrope.parts import Part
@@ -36,6 +37,10 @@ class Position(Part):
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         """query (batch or 1, queries), key (batch or 1, keys): the positions of this call."""
+        raise NotImplementedError
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """θ (pairs,) of a method that rotates, or (…, pairs) where it depends on the length (…) of the row."""
         raise NotImplementedError
 
     def resolved(self, train_length: int | None) -> Position:

@@ -48,7 +48,6 @@ class Rotary(Position):
         return dim
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """θ (pairs,), or (…, pairs) where the method depends on the length (…)."""
         return rope_frequencies(self.turning(head_dim), self.base, dtype).to(device)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
