@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import isentrope
+from isentrope.files import complete
 
 
 def gpu_times(functions: Sequence[Callable[[], object]], repeats: int = 20, warm: int = 3) -> list[float]:
@@ -98,6 +99,5 @@ def _processor() -> str:
 def save(path: Path, rows: list[dict[str, object]]) -> None:
     """Write results complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
-    part.replace(path)
+    with complete(path) as file:
+        file.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from math import log, nan
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
+
+from isentrope.files import complete
 
 # Paul Tol's "muted", safe for colour-blind readers, with a marker each for readers in grey
 STYLES: dict[str, tuple[str, str]] = {
@@ -190,12 +191,8 @@ def _apart(places: list[float], gap: float) -> list[float]:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Write all of the file or none of it, the same bytes for the same results."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """The same bytes for the same results."""
     kind = path.suffix[1:]
-    try:
-        figure.savefig(partial, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with complete(path) as file:
+        figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return path

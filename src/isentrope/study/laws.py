@@ -7,7 +7,6 @@ are taken without their clamp, so that the bare formula shows at every length.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,6 +37,7 @@ from isentrope import (
     attention,
     theory,
 )
+from isentrope.files import complete
 from isentrope.temperatures import Temperature
 
 RESULTS = "laws.json"
@@ -136,7 +136,9 @@ def run(config: Config, out: Path) -> Path:
         },
         "rows": rows,
     }
-    return _write(out / RESULTS, json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    with complete(out / RESULTS) as file:
+        file.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return out / RESULTS
 
 
 def _rows(config: Config, compared: tuple[Law, ...], n: int) -> Iterator[dict[str, Any]]:
@@ -194,17 +196,6 @@ def _with_progress(lengths: list[int]) -> Iterator[int]:
             progress.update(task, n=n)
             yield n
             progress.advance(task, n)
-
-
-def _write(path: Path, text: str) -> Path:
-    """Write all of the file or none of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
 
 
 def _at_least(name: str, value: int, least: int, meaning: str = "") -> None:
