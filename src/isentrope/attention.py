@@ -274,7 +274,7 @@ def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
         anchor = torch.where(lse == -inf, 0.0, lse)
         for call in calls:
             k_mean, branch = BACKENDS[name].attend([replace(call, v=call.k)], True)
-            score = compiled(_inner, call.q, call.q.dtype, call.q.shape[-1])(call.q, k_mean, lse.dtype)
+            score = compiled(_inner, (call.q, k_mean), call.q.shape[-1])(call.q, k_mean, lse.dtype)
             entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)
             if call.slopes is not None:
                 entropy -= _mean_bias(name, call, anchor)

@@ -1,9 +1,9 @@
-"""Compile tensor functions where that pays: on a GPU, once per variant, for all lengths."""
+"""Compile tensor functions where that pays: on a GPU, a few times per function, for all lengths."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,19 +11,34 @@ import torch
 from torch import Tensor
 
 
-def compiled(function: Callable[..., Any], example: Tensor, *variant: Hashable) -> Callable[..., Any]:
-    """The function fused into kernels when `example` lives on a GPU; as it is on a CPU or inside a larger graph.
+def compiled(function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable) -> Callable[..., Any]:
+    """The function fused into kernels when its `tensors` live on a GPU; as it is on a CPU or inside a larger graph.
 
-    variant: whatever the generated code depends on besides lengths.
+    variant: whatever else the generated code depends on.
     """
-    if not example.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not any(x is not None and x.is_cuda for x in tensors):
         return function
-    return _compile(function, variant)
+    return variant_of(function, tensors, *variant)
+
+
+def variant_of(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable
+) -> Callable[..., Any]:
+    """The compiled function for tensors of this kind. Lengths may change freely; one is a kind of its own."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return _compile(function, (modes, *map(_kind, tensors), *variant))
+
+
+def _kind(x: Tensor | None) -> Hashable:
+    """What a compiled function is specialised to: dtype, gradient, memory order, and which sizes are one."""
+    if x is None:
+        return None
+    return x.dtype, x.requires_grad, x.is_contiguous(), tuple(n == 1 for n in x.shape)
 
 
 @cache
-def _compile(function: Callable[..., Any], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
-    """Compilations are counted per code object and, past a limit, quietly given up: every variant gets a code object of
+def _compile(function: Callable[..., Any], kind: tuple[Hashable, ...]) -> Callable[..., Any]:
+    """Compilations are counted per code object and, past a limit, quietly given up: every kind gets a code object of
     its own, and `fullgraph` turns giving up into an error."""
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, fullgraph=True)

@@ -33,8 +33,8 @@ def fold(
     if turn is None and tau is None and not normalise:
         return x
     cos, sin = (None, None) if turn is None else turn
-    turned = None if cos is None else (cos.shape[-1], cos.shape[-2] == 1)
-    run = compiled(_fold, x, x.dtype, x.shape[-1], turned, tau is None, normalise, interleaved)
+    sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
+    run = compiled(_fold, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
 
 

@@ -52,9 +52,9 @@ def _branch(call: Call) -> tuple[Tensor, Tensor]:
     score_mod = None if call.slopes is None else _bias(call)
     tensors, grouped = (call.q, call.k, call.v), call.groups > 1
     if call.q.is_cuda:
-        backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        sizes = (call.q.dtype, call.q.shape[-1], call.v.shape[-1])
-        kernel = compiled(_run, call.q, *sizes, spans, score_mod is None, grouped, backward)
+        # heads, their sizes and the scale are constants of the kernel
+        constants = (*call.q.shape[1::2], *call.v.shape[1::2], call.scale, spans, score_mod is None)
+        kernel = compiled(_run, (*tensors, block_mask.kv_indices), *constants)
     else:
         kernel = _eager
     return kernel(*tensors, score_mod, block_mask, call.scale, grouped)

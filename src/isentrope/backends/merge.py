@@ -42,8 +42,7 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of all branches together; differentiable in both."""
     if len(outs) == 1:
         return outs[0], lses[0]
-    run = compiled(_merge, outs[0], outs[0].dtype, outs[0].shape[-1], len(outs))
-    return run(outs, lses)
+    return compiled(_merge, outs, outs[0].shape[-1])(outs, lses)
 
 
 class Merged(torch.autograd.Function):
