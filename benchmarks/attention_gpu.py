@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import isentrope as ise
-from isentrope.layout import _whole_rows
+from isentrope.layout import _recent
 
 HEADS, SIZE = 32, 128
 RECIPES = {
@@ -108,7 +108,7 @@ def cold(call: Callable[[], object]) -> float:
     """Milliseconds of a call when nothing is remembered, kernels being compiled already."""
 
     def run() -> None:
-        _whole_rows.cache_clear()
+        _recent.clear()
         with torch.no_grad():
             call()
 

@@ -20,7 +20,7 @@ from isentrope.attention import BACKENDS
 from isentrope.backends.call import Call
 from isentrope.layout import Layout
 from isentrope.masks import And, Or
-from isentrope.region import EVERYTHING, Region, Span
+from isentrope.region import CAUSAL, EVERYTHING, Region, Span
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 1e-13}  # measured: at most 1.6e-14, an entropy
@@ -771,22 +771,25 @@ def test_region_algebra_is_that_of_sets(first, second):
 
 
 @examples(300)
-@given(regions, st.integers(1, N + 4))
-def test_within_keeps_the_pairs_and_only_drops_bounds(region, keys):
-    i, j = torch.arange(keys)[:, None], torch.arange(keys)
-    simple = region.within(keys)
+@given(regions, st.integers(1, N + 4), st.integers(1, N + 4))
+def test_within_keeps_the_pairs_and_only_drops_bounds(region, keys, queries):
+    queries = min(queries, keys)
+    i, j = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    simple = region.within(queries, keys)
     assert torch.equal(layers(simple, i, j), layers(region, i, j))
     assert len(simple.spans) <= len(region.spans)
     for span in simple.spans:
         assert span.start == -math.inf or 0 < span.start < keys
         assert span.stop == math.inf or 0 < span.stop < keys
-        assert span.low == -math.inf or -keys < span.low < keys
-        assert span.high == math.inf or -keys < span.high < keys
+        assert span.low == -math.inf or -keys < span.low < queries
+        assert span.high == math.inf or -keys < span.high < queries
 
 
 def test_within_recognises_everything():
-    assert Region((Span(-5, N, -N, N),)).within(N) == EVERYTHING
-    assert Region((Span(low=N),)).within(N) == Region(())
+    assert Region((Span(-5, N, -N, N),)).within(N, N) == EVERYTHING
+    assert Region((Span(low=N),)).within(N, N) == Region(())
+    assert CAUSAL.within(1, N) == EVERYTHING  # one query at the end sees all
+    assert CAUSAL.within(2, N) == CAUSAL
 
 
 def seen(mask, causal=False):

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
-    ("parts", "region", "compiled", "files"),
+    ("parts", "region", "precision", "compiled", "files"),
     ("scores", "masks", "temperatures", "positions", "theory", "layout"),
     ("recipe", "fold", "backends"),
     ("attention",),

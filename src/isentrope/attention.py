@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from math import inf, isfinite
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,13 +20,17 @@ from isentrope.fold import Angles, angles, fold
 from isentrope.layout import Layout, PositionIds, layout_of
 from isentrope.masks import Document, Full, Mask, Padding, data_masks
 from isentrope.positions import Branch, NoPE, Position
+from isentrope.precision import as_given, wide
 from isentrope.recipe import Recipe
 from isentrope.region import Region, band
 from isentrope.scores import Dot
+from isentrope.temperatures import Temperature
 
 BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flex": flex, "chunked": chunked}
 logger = logging.getLogger("isentrope")
 T = TypeVar("T")
+MOST_TEXTS = 256
+_texts: dict[str, Recipe] = {}
 
 
 @dataclass(frozen=True)
@@ -70,26 +74,29 @@ def attention(
     backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
         sdpa; on a GPU sdpa for plain full or causal attention and flex for the rest; chunked where those refuse.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
-        attention weights. They carry gradients on the reference backend only.
+        attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
+        k lets the mean score be: to about 1e-6 nats in fp32, 1e-2 in bf16.
 
     A query that sees no key gives zeros (lse -inf, entropy 0).
     """
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
-    layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
-    calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
-    name = _choose(backend, calls)
-    need_lse = return_lse or return_entropy
-    out, lse = BACKENDS[name].attend(calls, need_lse)
-    if not need_lse:
-        return out
-    entropy = _entropy(name, calls, lse) if return_entropy else None
+    with as_given(q):
+        layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
+        calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
+        name = _choose(backend, calls)
+        need_lse = return_lse or return_entropy
+        out, lse = BACKENDS[name].attend(calls, need_lse)
+        if not need_lse:
+            return out
+        lse = lse if name == "reference" else lse.detach()
+        entropy = _entropy(name, calls, lse) if return_entropy else None
     return out, Aux(lse if return_lse else None, entropy, name)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if isinstance(recipe, str):
-        return _parsed(recipe)
+        return _texts[recipe] if recipe in _texts else _parse(recipe)
     if recipe is None:
         return Recipe()
     if not isinstance(recipe, Recipe):
@@ -97,9 +104,11 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     return recipe
 
 
-@lru_cache(maxsize=64)
-def _parsed(text: str) -> Recipe:
-    return Recipe.parse(text)
+def _parse(text: str) -> Recipe:
+    recipe = Recipe.parse(text)
+    if not recipe.learned and len(_texts) < MOST_TEXTS:  # a part that learns belongs to its own recipe
+        _texts[text] = recipe
+    return recipe
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -185,17 +194,12 @@ def _calls(
     factor = score.factor(q.shape[-1]) if scale is None else float(scale)
     interleaved = getattr(position, "layout", "half") == "interleaved"
     heads, head_dim = q.shape[1], q.shape[-1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q)
+    sizes = (region, heads, head_dim, dtype)
 
-    # what does not depend on q, k and v is worked out once for all layers that share the layout
-    tau = _shared(
-        layout, recipe.temperature, (region, heads, head_dim, dtype),
-        lambda: _temperature(recipe.temperature, layout, region, heads, head_dim, dtype),
-    )  # fmt: skip
-    turns = _shared(
-        layout, position, (region, heads, head_dim, dtype),
-        lambda: _turns(position, layout, region, heads, head_dim, dtype),
-    )  # fmt: skip
+    # what does not depend on the values of q, k and v is worked out once for all calls that share the layout
+    tau = _shared(layout, recipe.temperature, sizes, lambda: _temperature(recipe.temperature, layout, *sizes))
+    turns = _shared(layout, position, (*sizes, rotated_keys), lambda: _turns(position, layout, *sizes, rotated_keys))
     calls = []
     for branch, query_turn, key_turn in turns:
         query = fold(q, query_turn, tau, score.normalises, interleaved)
@@ -205,8 +209,9 @@ def _calls(
 
 
 def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """What a part says about a layout; a part that learns is asked every time."""
-    return make() if isinstance(part, torch.nn.Module) else layout.remember((part, *sizes), make)
+    """What a part says about a layout; a part that learns, or may change otherwise, is asked every time."""
+    frozen = isinstance(part, (Temperature, Position)) and not isinstance(part, torch.nn.Module)
+    return layout.remember((part, *sizes), make) if frozen else make()
 
 
 def _temperature(
@@ -215,7 +220,7 @@ def _temperature(
     """τ of each query, (batch or 1, heads or 1, queries)."""
     if law is None:
         return None
-    n = layout.count(getattr(law, "count", "visible"), region)
+    n = layout.count(getattr(law, "count", "visible"), region).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature: no law need be defined there
     n = torch.where(layout.count("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
     tau: Tensor = law.scale(n, head_dim)
@@ -225,7 +230,13 @@ def _temperature(
 
 
 def _turns(
-    position: Position, layout: Layout, region: Region, heads: int, head_dim: int, dtype: torch.dtype
+    position: Position,
+    layout: Layout,
+    region: Region,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    rotated_keys: bool,
 ) -> list[tuple[Branch, Angles | None, Angles | None]]:
     """The branches that some visible pair falls into at this length, with the angles of their queries and keys."""
     branches = position.branches(layout.query, layout.key, heads)
@@ -235,7 +246,12 @@ def _turns(
         return [(branch, None, None) for branch in reached]
     # frequencies of queries and keys differ only where rows or documents have lengths of their own
     theta_q, theta_k = (position.frequencies(head_dim, n, dtype, layout.device) for n in layout.row_lengths)
-    return [(branch, angles(branch.query, theta_q, dtype), angles(branch.key, theta_k, dtype)) for branch in reached]
+    turns = []
+    for branch in reached:
+        query_turn = angles(branch.query, theta_q, dtype)
+        key_turn = query_turn if branch.key is branch.query else angles(branch.key, theta_k, dtype)
+        turns.append((branch, query_turn, None if rotated_keys else key_turn))
+    return turns
 
 
 def _choose(backend: str, calls: list[Call]) -> str:
@@ -255,13 +271,15 @@ def _automatic(calls: list[Call]) -> str:
     order = ["sdpa"] if not call.q.is_cuda or plain else ["flex"]
     for name in (*order, "chunked"):
         if BACKENDS[name].refusal(calls) is None:
-            _announce(name, call.q.device.type)
+            if not torch.compiler.is_compiling():
+                _announce(name, call.q.device.type)
             return name
     raise AssertionError("chunked refuses nothing")
 
 
 @cache
 def _announce(name: str, device: str) -> None:
+    """Say once which backend was chosen."""
     logger.info("attention: backend 'auto' runs %s on %s", name, device)
 
 
@@ -286,18 +304,20 @@ def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mean_bias(name: str, call: Call, anchor: Tensor) -> Tensor:
-    """Σ_j p_j bias_j. On each side of the query |Δ| is linear in the key's position, so its mean suffices."""
+    """Σ_j p_j bias_j. On each side of the query |Δ| is linear in the key's position, so its mean suffices.
+
+    Positions cancel, all but the distance, so their mean is taken in fp64: by row chunks where the backend has none.
+    """
     assert call.slopes is not None
-    position = call.layout.key[:, None, :, None].to(anchor.dtype)
-    # positions do not fit a half-precision value, nor would their mean
-    wide = replace(call, q=call.q.to(anchor.dtype), k=call.k.to(anchor.dtype))
+    position = call.layout.key[:, None, :, None].double()
     v = position.expand(call.k.shape[0], call.k.shape[1], -1, 16).contiguous()
-    query = call.layout.query[:, None].to(anchor.dtype)
-    total = torch.zeros_like(anchor)
+    exact = replace(call, q=call.q.double(), k=call.k.double(), v=v)
+    backend = BACKENDS[name] if BACKENDS[name].refusal([exact]) is None else chunked
+    total = torch.zeros_like(anchor, dtype=torch.float64)
     for sign, side in ((1, band(-inf, 1)), (-1, band(1, inf))):
         region = call.layout.simplify(call.region & side)
         if region.spans:
-            at, branch = BACKENDS[name].attend([replace(wide, v=v, region=region)], True)
-            distance = sign * (query - at[..., 0])
-            total -= torch.exp(branch - anchor) * call.slopes.to(anchor.dtype)[:, None] * distance
-    return total
+            at, branch = backend.attend([replace(exact, region=region)], True)
+            distance = sign * (call.layout.query[:, None] - at[..., 0])
+            total -= torch.exp(branch - anchor) * call.slopes[:, None] * distance
+    return total.to(anchor.dtype)

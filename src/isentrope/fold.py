@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from isentrope.compiled import compiled
+from isentrope.precision import wide
 from isentrope.scores import unit
 
 Angles = tuple[Tensor, Tensor]
 
 
 def angles(position: Tensor | float | None, frequencies: Tensor, dtype: torch.dtype) -> Angles | None:
-    """cos and sin of position · θ, (batch or 1, 1, length or 1, pairs); None where nothing turns."""
+    """cos and sin of position · θ, (batch or 1, 1, length or 1, pairs); None where nothing turns.
+
+    The product is formed in `dtype`, as transformers forms it: models have been trained with its rounding.
+    """
     if position is None:
         return None
     if isinstance(position, Tensor):
@@ -41,7 +45,7 @@ def fold(
 def _fold(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool
 ) -> Tensor:
-    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    y = x.to(wide(x))
     if normalise:
         y = unit(y)
     if cos is not None and sin is not None:

@@ -5,18 +5,22 @@ Everything is derived per query as index intervals over the keys, in O(queries) 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, lru_cache
 from math import inf
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from isentrope.precision import readable
 from isentrope.region import Region, Span
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
 T = TypeVar("T")
+# layouts kept between calls, and what is kept with each: angles and block masks grow with the length
+MOST_LAYOUTS = 2
+MOST_MEMORIES = 16
 
 
 class Layout:
@@ -65,8 +69,8 @@ class Layout:
         self.frame_low, self.frame_high = (x.expand(nearest.shape[0], -1).gather(1, nearest) for x in (low, high))
         self.anchored = documents is None and not (lengths is not None and left_padded)
 
-        self.query = index - self.frame_low
         self.key = slots - low
+        self.query = self.key if queries == keys else index - self.frame_low
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.implicit = position_ids is None
         if position_ids is not None:
@@ -82,7 +86,7 @@ class Layout:
         inside = (slots >= low) & (slots < high)
         inside, low, key = torch.broadcast_tensors(inside, low, self.key)
         same = inside[:, 1:] & inside[:, :-1] & (low[:, 1:] == low[:, :-1])
-        if _readable(key) and bool((same & (key[:, 1:] < key[:, :-1])).any()):
+        if readable(key) and bool((same & (key[:, 1:] < key[:, :-1])).any()):
             raise ValueError(
                 "position_ids: expected key positions that do not decrease within a row (or within a document: "
                 "pass mask=Document(ids) for packed rows), got a decrease"
@@ -100,7 +104,11 @@ class Layout:
             return make()
         if key not in self._memory:
             with torch.inference_mode(False):  # or a later call could not save it for its backward
-                self._memory[key] = make()
+                made = make()
+            self._memory[key] = made
+            while len(self._memory) > MOST_MEMORIES:
+                del self._memory[next(iter(self._memory))]
+            return made
         return self._memory[key]
 
     @property
@@ -110,7 +118,7 @@ class Layout:
 
     def simplify(self, region: Region) -> Region:
         """The region without what cannot matter at this size; positions of the caller's own are left alone."""
-        return region.within(self.keys) if self.implicit and self.queries <= self.keys else region
+        return region.within(self.queries, self.keys) if self.implicit and self.queries <= self.keys else region
 
     def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
@@ -175,7 +183,7 @@ class Layout:
             return self.remember(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if what == "position" else self.frame_high - self.frame_low
 
-    @cached_property
+    @property
     def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:
         """Keys in the frame of each query and of each key: numbers where every frame is the whole row."""
         if not self.padded and self.anchored:
@@ -184,25 +192,24 @@ class Layout:
         return self.frame_high - self.frame_low, high - low
 
 
-@lru_cache(maxsize=4)
-def _whole_rows(batch: int, queries: int, keys: int, device: torch.device) -> Layout:
-    with torch.inference_mode(False):
-        return Layout(batch, queries, keys, device)
+_recent: OrderedDict[Hashable, Layout] = OrderedDict()
 
 
 def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
-    """A layout; the last few of whole, unpadded rows are kept."""
-    traced = torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    if traced or any(value is not None and value is not False for value in rows.values()):
+    """A layout; the last few of whole, unpadded rows are kept, for they return with every layer and step."""
+    given = any(value is not None and value is not False for value in rows.values())
+    probe = torch.empty(0, device=device)
+    if given or type(probe) is not Tensor or not readable(probe):  # padded, or a graph is being traced or captured
         return Layout(batch, queries, keys, device, **rows)
-    return _whole_rows(batch, queries, keys, device)
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether values may be looked at: not while a graph is being traced or captured."""
-    if torch.compiler.is_compiling():
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    key = (batch, queries, keys, device)
+    if key not in _recent:
+        with torch.inference_mode(False):
+            _recent[key] = Layout(batch, queries, keys, device)
+    layout = _recent[key]
+    _recent.move_to_end(key)
+    while len(_recent) > MOST_LAYOUTS:
+        _recent.popitem(last=False)
+    return layout
 
 
 def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
@@ -219,7 +226,7 @@ def _check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, devic
     count = _integers(lengths, "lengths", device)
     if count.shape != (batch,):
         raise ValueError(f"lengths: expected shape ({batch},), one number a row, got {tuple(count.shape)}")
-    if _readable(count) and bool(((count < 0) | (count > keys)).any()):
+    if readable(count) and bool(((count < 0) | (count > keys)).any()):
         raise ValueError(f"lengths: expected values in 0 … {keys} (the number of keys), got {count.tolist()}")
     return count
 
@@ -259,7 +266,7 @@ def _check_position_ids(
             raise ValueError(f"position_ids: expected ({batch}, length) or (length,), got {tuple(ids.shape)}")
     if len(tensors) == 2 and (tensors[0].shape[1], tensors[1].shape[1]) == (queries, keys):
         return tensors[0], tensors[1]
-    if len(tensors) == 1 and tensors[0].shape[1] == keys:
+    if len(tensors) == 1 and tensors[0].shape[1] == keys and queries <= keys:
         return tensors[0][:, keys - queries :], tensors[0]
     if len(tensors) == 1 and tensors[0].shape[1] == queries:
         return tensors[0], None

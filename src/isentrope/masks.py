@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isentrope.parts import Part, choice, whole
+from isentrope.parts import REQUIRED, Part, choice, whole
 from isentrope.region import CAUSAL, EVERYTHING, Region, band, first
 
 
@@ -64,7 +64,7 @@ class Sink(Mask):
     """The first `sinks` keys and a window of `size`: StreamingLLM (Xiao et al., 2023)."""
 
     sinks: int = 4
-    size: int = 0
+    size: int = REQUIRED
 
     def __post_init__(self) -> None:
         whole(self, "sinks", 0)
@@ -82,7 +82,7 @@ class Lambda(Mask):
     """
 
     sinks: int = 5
-    window: int = 0
+    window: int = REQUIRED
 
     def __post_init__(self) -> None:
         whole(self, "sinks", 0)

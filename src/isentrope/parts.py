@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from math import isfinite
+from numbers import Real
 from typing import Any
 
-REQUIRED = inspect.Parameter.empty
+REQUIRED: Any = object()  # the default of an option that must be given
 
 
 class Part:
@@ -19,7 +20,8 @@ class Part:
     @classmethod
     def options(cls) -> dict[str, Any]:
         """Option names and their defaults, `REQUIRED` where there is none."""
-        return {key: option.default for key, option in inspect.signature(cls).parameters.items()}
+        defaults = {key: option.default for key, option in inspect.signature(cls).parameters.items()}
+        return {key: REQUIRED if value is inspect.Parameter.empty else value for key, value in defaults.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The name and every option that differs from its default."""
@@ -47,8 +49,10 @@ def _text(value: Any) -> str:
 def whole(part: object, key: str, least: int) -> None:
     """Check that a part's option is an integer ≥ least."""
     value = getattr(part, key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not is_number or value != int(value) or value < least:
+    if value is REQUIRED:
+        raise ValueError(f"{type(part).__name__}({key}=…): expected an integer ≥ {least}, got nothing")
+    is_number = isinstance(value, Real) and isfinite(value)
+    if not is_number or type(value) is bool or value != int(value) or value < least:
         raise ValueError(f"{type(part).__name__}({key}=…): expected an integer ≥ {least}, got {value!r}")
     object.__setattr__(part, key, int(value))
 
@@ -57,7 +61,7 @@ def number(part: object, key: str, above: float | None = None, least: float | No
     """Check that a part's option is a finite number > above, ≥ least."""
     value = getattr(part, key)
     bound = f" > {above:g}" if above is not None else f" ≥ {least:g}" if least is not None else ""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+    if type(value) is bool or not isinstance(value, Real) or not isfinite(value):
         raise ValueError(f"{type(part).__name__}({key}=…): expected a number{bound}, got {value!r}")
     if (above is not None and value <= above) or (least is not None and value < least):
         raise ValueError(f"{type(part).__name__}({key}=…): expected a number{bound}, got {value!r}")

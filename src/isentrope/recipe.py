@@ -7,6 +7,8 @@ import difflib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from isentrope import masks, positions, scores, temperatures
 from isentrope.parts import REQUIRED, Part
 
@@ -57,6 +59,11 @@ class Recipe:
                 raise ValueError(
                     f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {part!r}"
                 )
+
+    @property
+    def learned(self) -> tuple[torch.nn.Module, ...]:
+        """The parts with parameters. A model that uses the recipe must register them: a recipe is not a module."""
+        return tuple(part for part in (self.position, self.temperature) if isinstance(part, torch.nn.Module))
 
     def resolved(self) -> Recipe:
         """The recipe with a position method's missing training length taken from the temperature."""

@@ -42,20 +42,19 @@ class Span:
         )
         return tuple(piece for cut in cuts if not (piece := self & cut).empty)
 
-    def within(self, keys: int) -> Span:
-        """The same keys with bounds dropped that cannot bind among positions 0 … keys - 1."""
-        reach = keys - 1
+    def within(self, queries: int, keys: int) -> Span:
+        """The same keys with bounds dropped that cannot bind for the last `queries` of positions 0 … keys - 1."""
         return Span(
             -inf if self.start <= 0 else self.start,
             inf if self.stop >= keys else self.stop,
-            -inf if self.low <= -reach else self.low,
-            inf if self.high > reach else self.high,
+            -inf if self.low <= 1 - keys else self.low,
+            inf if self.high >= queries else self.high,
         )
 
-    def vanishes(self, keys: int) -> bool:
-        """Whether no pair of positions among 0 … keys - 1 lies in the span."""
-        reach = keys - 1
-        return self.empty or self.start > reach or self.stop <= 0 or self.low > reach or self.high <= -reach
+    def vanishes(self, queries: int, keys: int) -> bool:
+        """Whether no pair of such positions lies in the span."""
+        outside = self.start >= keys or self.stop <= 0 or self.low >= queries or self.high <= 1 - keys
+        return self.empty or outside
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ class Region:
             left = tuple(piece for span in left for piece in span - cut)
         return Region(left)
 
-    def within(self, keys: int) -> Region:
-        """The region in its simplest form when all positions lie in 0 … keys - 1."""
-        return Region(tuple(span.within(keys) for span in self.spans if not span.vanishes(keys)))
+    def within(self, queries: int, keys: int) -> Region:
+        """The region in its simplest form for queries at the last `queries` of positions 0 … keys - 1."""
+        return Region(tuple(span.within(queries, keys) for span in self.spans if not span.vanishes(queries, keys)))
 
 
 EVERYTHING = Region((Span(),))

@@ -12,7 +12,7 @@ from isentrope.parts import Part, number
 
 
 class Score(Part):
-    """s(q, k) = factor · ⟨prepare(q), prepare(k)⟩."""
+    """s(q, k) = factor · q·k, of unit vectors where the score normalises."""
 
     normalises = False
 

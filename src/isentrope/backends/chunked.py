@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
+from isentrope.precision import wide
 
 # scores held at once; larger chunks gain nothing on a CPU, whose caches they leave
 SCORES = 1 << 22
@@ -30,33 +31,33 @@ class Chunked:
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        wide = _wide(call.q)
-        k, v = call.k.to(wide), call.v.to(wide)
+        dtype = wide(call.q)
+        k, v = call.k.to(dtype), call.v.to(dtype)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
-        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=wide, device=call.q.device)
+        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=dtype, device=call.q.device)
         for rows, columns in _chunks(call):
             scores = _scores(call, k, rows, columns)
-            top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+            top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
             weights = torch.exp(scores - top)
             total = weights.sum(-1, keepdim=True)
             o = (weights.flatten(2, 3) @ v[:, :, columns]).unflatten(2, weights.shape[2:4])
-            out[:, :, rows] = (o / total.clamp_min(torch.finfo(wide).tiny)).flatten(1, 2).to(out.dtype)
+            out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
         return out, lse
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = _wide(call.q)
-        k, v = call.k.to(wide), call.v.to(wide)
-        delta = (grad.to(wide) * out.to(wide)).sum(-1)
+        dtype = wide(call.q)
+        k, v = call.k.to(dtype), call.v.to(dtype)
+        delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         anchor = torch.where(lse == -torch.inf, 0.0, lse)
         dq = torch.zeros_like(call.q)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows, columns in _chunks(call):
             p = torch.exp(_scores(call, k, rows, columns) - _grouped(anchor[:, :, rows, None], call))
-            g = _grouped(grad[:, :, rows].to(wide), call).flatten(2, 3)
+            g = _grouped(grad[:, :, rows].to(dtype), call).flatten(2, 3)
             dp = (g @ v[:, :, columns].mT).view_as(p)
             ds = (p * (dp - _grouped(delta[:, :, rows, None], call)) * call.scale).flatten(2, 3)
-            q = _grouped(call.q[:, :, rows].to(wide), call).flatten(2, 3)
+            q = _grouped(call.q[:, :, rows].to(dtype), call).flatten(2, 3)
             dq[:, :, rows] = (ds @ k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
             dk[:, :, columns] += ds.mT @ q
             dv[:, :, columns] += p.flatten(2, 3).mT @ g
@@ -64,10 +65,6 @@ class Chunked:
 
 
 KERNEL = Chunked()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _grouped(x: Tensor, call: Call) -> Tensor:

@@ -7,6 +7,7 @@ code. Block masks are written from the intervals directly; nothing of size n × 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ BLOCK = 128
 OPTIONS: Any = {"BACKEND": "TRITON"}
 # on a CPU FlexAttention exists only as a dense check of itself
 MOST_ON_CPU = 4096
+_lock = Lock()
 
 
 def refusal(calls: list[Call]) -> str | None:
@@ -74,12 +76,13 @@ def _run(
 def _eager(*args: Any) -> tuple[Tensor, Tensor]:
     """FlexAttention's own dense formula. Left alone it would be traced anew for every shape, until that gives up."""
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)  # it refuses tensors that ask for gradients
-    before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
-        return _run(*args)
-    finally:
-        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+    with _lock:
+        before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+        try:
+            return _run(*args)
+        finally:
+            flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
 def _bias(call: Call) -> Callable[..., Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from isentrope.backends.call import Call
 from isentrope.compiled import compiled
@@ -59,6 +60,7 @@ class Merged(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out, lse, v, *operands = ctx.saved_tensors
         d_operands: list[Tensor] = []
@@ -78,4 +80,7 @@ def _filled(calls: list[Call], v: Tensor, operands: Sequence[Tensor]) -> list[Ca
 def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
     """All branches of one attention through a kernel."""
     operands = [x for call in calls for x in (call.q, call.k)]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
+        parts = [kernel.forward(call) for call in calls]
+        return merge([o for o, _ in parts], [lse for _, lse in parts])
     return Merged.apply(kernel, calls, calls[0].v, *operands)

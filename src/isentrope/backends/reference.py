@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.call import Call
+from isentrope.precision import wide
 
 
 def refusal(calls: list[Call]) -> str | None:
@@ -14,13 +15,13 @@ def refusal(calls: list[Call]) -> str | None:
 
 def probabilities(calls: list[Call]) -> tuple[Tensor, Tensor]:
     """Attention weights and log-sum-exps over all branches; a query that sees nothing has weights 0 and lse -inf."""
-    wide = torch.float64 if calls[0].q.dtype == torch.float64 else torch.float32
+    dtype = wide(calls[0].q)
     scores: Tensor | None = None
     for call in calls:
         k = call.k.repeat_interleave(call.groups, 1)
-        s = call.scale * (call.q.to(wide) @ k.to(wide).mT)
+        s = call.scale * (call.q.to(dtype) @ k.to(dtype).mT)
         if (bias := call.bias()) is not None:
-            s = s + bias.to(wide)
+            s = s + bias.to(dtype)
         outside = torch.full_like(s, -torch.inf) if scores is None else scores
         scores = torch.where(call.mask(), s, outside)
     assert scores is not None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
+from isentrope.precision import wide
 
 aten = torch.ops.aten
 
@@ -29,6 +30,8 @@ def refusal(calls: list[Call]) -> str | None:
         return (
             f"fused kernels take head sizes up to {MOST_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
         )
+    if q.device.type not in ("cpu", "cuda"):
+        return f"its kernels with a log-sum-exp are known on cpu and cuda, got {q.device.type}; use 'chunked'"
     if q.is_cuda and q.dtype == torch.float64:
         return "no fused kernel takes float64 on a GPU; use 'chunked'"
     if q.is_cuda and q.dtype != torch.float32 and any(call.slopes is not None for call in calls):
@@ -62,8 +65,7 @@ class SDPA:
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
-        wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=wide, device=call.q.device)
+        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=wide(call.q), device=call.q.device)
         for rows, _, tile in _tiles(call):
             o, branch = _forward(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], branch
@@ -101,7 +103,9 @@ def _gather(x: Tensor, call: Call) -> Tensor:
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+    """x with zeros up to the size, and entries of a vector next to each other: the kernels do not look."""
+    x = F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
@@ -133,8 +137,8 @@ def _additive(call: Call, rows: slice, columns: slice) -> Tensor:
     stride = -(-width // 16) * 16
     shape = torch.broadcast_shapes(visible.shape, () if bias is None else bias.shape)
     # a distance bias has more digits than half precision; the CPU kernel takes it as it is
-    wide = torch.promote_types(call.q.dtype, torch.float32)
-    mask = call.q.new_zeros(*shape[:-1], stride, dtype=call.q.dtype if bias is None else wide)[..., :width]
+    dtype = call.q.dtype if bias is None else wide(call.q)
+    mask = call.q.new_zeros(*shape[:-1], stride, dtype=dtype)[..., :width]
     if bias is not None:
         mask.copy_(bias)
     return mask.masked_fill_(~visible, -torch.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Branch:
     slopes: (heads,), a bias -slope · |i - j| on the score.
     """
 
-    region: Region = EVERYTHING
+    region: Region = field(default_factory=lambda: EVERYTHING)
     query: Tensor | float | None = None
     key: Tensor | float | None = None
     slopes: Tensor | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isentrope.parts import Part, choice, flag, number, whole
+from isentrope.precision import readable, wide
 
 COUNTS = ("visible", "sequence", "position")
 
@@ -169,7 +170,7 @@ class InfoScale(Temperature):
         return self.train_length
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
-        if not self.clamp and not torch.compiler.is_compiling() and bool((n.log() <= self.epsilon).any()):
+        if not self.clamp and readable(n) and bool((n.log() <= self.epsilon).any()):
             raise ValueError(self._undefined("ln n > epsilon", f"n={n.min().item():g}, "))
         return self._gauge(n, head_dim) / self._gauge(n.new_full((), self.train_length), head_dim)
 
@@ -211,5 +212,4 @@ class Llama4(Temperature):
 def lengths_as_float(n: Tensor | float) -> Tensor:
     """n as a float tensor, at least fp32."""
     n = torch.as_tensor(n)
-    wide = torch.float64 if n.dtype == torch.float64 else torch.float32
-    return n.to(wide)
+    return n.to(wide(n))

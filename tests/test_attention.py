@@ -1,0 +1,174 @@
+"""What attention promises besides its numbers: memory order, modes, caches, compilers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+import isentrope as ise
+from isentrope import layout
+
+RECIPES = [
+    "plain",
+    "rope+infoscale:train_length=8",
+    "rerope:window=4+logn:train_length=8",
+    "rope+window:size=5",
+    "alibi",
+]
+
+
+def tensors(queries=12, keys=12, heads=4, kv_heads=2, d=16, dtype=torch.float32, grad=False):
+    torch.manual_seed(1)
+    shapes = ((2, heads, queries, d), (2, kv_heads, keys, d), (2, kv_heads, keys, d))
+    return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked", "flex"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_order_does_not_matter(recipe, backend):
+    q, k, v = tensors()
+    run = partial(ise.attention, recipe=recipe, causal=True, backend=backend, return_lse=True)
+    out, aux = run(q, k, v)
+    strided = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert strided[1].stride(-1) != 1
+    ours, ours_aux = run(*strided)
+    assert_close(ours, out)
+    assert_close(ours_aux.lse, aux.lse)
+    expanded = v[..., :1].expand_as(v)
+    assert_close(run(q, k, expanded)[0], run(q, k, expanded.contiguous())[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "clex:dim=16,train_length=4"])
+def test_autocast_changes_nothing(recipe, backend):
+    q, k, v = tensors()
+    recipe = ise.Recipe.parse(recipe)
+    for part in recipe.learned:
+        part.eval()
+        torch.nn.init.normal_(part.down.weight, std=0.05)
+    run = partial(ise.attention, q, k, v, recipe, causal=True, backend=backend, return_entropy=True)
+    out, aux = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, ours_aux = run()
+    assert torch.equal(ours, out) and torch.equal(ours_aux.entropy, aux.entropy)
+
+
+def test_autocast_with_a_value_size_that_fused_kernels_refuse():
+    q, k, _ = tensors(kv_heads=4, dtype=torch.bfloat16)
+    v = torch.randn(2, 4, 12, 1536, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, aux = ise.attention(q, k, v, "rope", return_lse=True)
+    assert aux.backend == "chunked" and out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+def test_second_derivatives_are_refused_rather_than_wrong(backend):
+    q, k, v = tensors(dtype=torch.float64, grad=True)
+    out = ise.attention(q, k, v, "rerope:window=4", backend=backend)
+    (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_second_derivatives_on_the_reference():
+    tensors_64 = tensors(4, 4, 2, 1, 4, dtype=torch.float64, grad=True)
+    run = partial(ise.attention, recipe="rerope:window=2", causal=True, backend="reference")
+    assert torch.autograd.gradgradcheck(lambda q, k, v: run(q, k, v), tensors_64)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_after_inference_mode(recipe):
+    """What is remembered from a call without gradients serves one with them."""
+    layout._recent.clear()
+    q, k, v = tensors(13, 13, grad=True)
+    with torch.inference_mode():
+        before = ise.attention(q, k, v, recipe, causal=True)
+    out = ise.attention(q, k, v, recipe, causal=True)
+    out.sum().backward()
+    assert_close(out.detach(), before.clone())
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_a_fake_call_leaves_nothing_behind():
+    layout._recent.clear()
+    with FakeTensorMode():
+        ise.attention(*(torch.randn(1, 2, 21, 8) for _ in range(3)), "rerope:window=4", causal=True)
+    assert ise.attention(*(torch.randn(1, 2, 21, 8) for _ in range(3)), "rerope:window=4", causal=True).isfinite().all()
+
+
+def test_parts_that_change_are_asked_again():
+    q, k, v = tensors()
+    learned = ise.Recipe(temperature=ise.SSMax(4))
+
+    class Own:
+        factor = 1.0
+
+        def scale(self, n, head_dim):
+            return self.factor * torch.ones_like(n)
+
+    own = ise.Recipe(temperature=Own())
+    first = [ise.attention(q, k, v, recipe) for recipe in (learned, own)]
+    with torch.no_grad():
+        learned.temperature.slope.mul_(2)
+    own.temperature.factor = 2.0
+    for recipe, before in zip((learned, own), first, strict=True):
+        assert not torch.allclose(ise.attention(q, k, v, recipe), before)
+
+
+def test_what_is_remembered_is_bounded():
+    layout._recent.clear()
+    for keys in range(10, 20):  # decoding
+        ise.attention(*tensors(1, keys), "leakyrerope:window=4", causal=True)
+    assert len(layout._recent) <= layout.MOST_LAYOUTS
+    for value in range(30):  # calibration
+        fitted = ise.Fitted((4, 64), (1.0, 1.0 + value / 100))
+        ise.attention(*tensors(), ise.Recipe(position=ise.RoPE(), temperature=fitted), causal=True)
+    assert max(len(kept._memory) for kept in layout._recent.values()) <= layout.MOST_MEMORIES
+
+
+def test_one_step_of_decoding_is_plain_attention():
+    """A single query at the end sees everything: the fused kernel without a mask, keys not copied to all heads."""
+    q, k, v = tensors(1, 40)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(ise.attention(q, k, v, causal=True), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.*should not be instantiated:DeprecationWarning")  # torch's own tracing
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiles_without_a_graph_break(recipe, grad, entropy, padded):
+    torch._dynamo.reset()
+    lengths = torch.tensor([12, 7]) if padded else None
+
+    def model(q, k, v):
+        out = ise.attention(q, k, v, recipe, causal=True, lengths=lengths, return_entropy=entropy)
+        return out[0] * out[1].entropy[..., None] if entropy else out
+
+    q, k, v = tensors(grad=grad)
+    expected = model(q, k, v)
+    ours = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_close(ours, expected)
+    if grad:
+        weight = torch.randn_like(expected)
+        for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (ours, expected)), strict=True):
+            assert_close(a, b)
+
+
+def test_alibi_entropy_at_far_positions():
+    q, k, v = tensors(64, 64)
+    run = partial(ise.attention, q, k, v, "alibi", causal=True, return_entropy=True)
+    near = run()[1].entropy
+    far = run(position_ids=torch.arange(64) + 2**20)[1].entropy
+    assert_close(far, near, rtol=0, atol=1e-5)
+
+
+def test_positions_of_more_queries_than_keys_are_not_guessed():
+    q, k, v = tensors(4, 3)
+    with pytest.raises(ValueError, match="position_ids: expected 3 positions"):
+        ise.attention(q, k, v, "rope", position_ids=torch.tensor([5, 6, 7]))
