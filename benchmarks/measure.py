@@ -59,18 +59,27 @@ def cpu_time(function: Callable[[], object], seconds: float = 1.0, least: int = 
 
 
 def cpu_peak(code: str) -> int:
-    """Bytes by which running `code` in a fresh process raises its peak resident memory.
+    """Bytes by which running `code` in a fresh process raises its resident memory at the worst moment (Linux).
 
-    The code defines `prepare()`, run before the first reading, and `work()`, run before the second.
+    The code defines `prepare()`, run first, and `work()`, which is measured.
     """
-    script = (
-        "import resource\n" + code + "\nprepare()\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "work()\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
+    script = code + WATCH
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
+    return int(done.stdout.split()[-1]) * 1024
+
+
+WATCH = """
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+prepare()
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")  # the peak starts anew from what is resident now
+before = status("VmRSS")
+work()
+print(status("VmHWM") - before)
+"""
 
 
 def provenance() -> dict[str, object]:

@@ -116,6 +116,11 @@ class Layout:
         """Whether every row is one whole, unpadded sequence at its natural positions."""
         return self.implicit and not self.padded and self.anchored
 
+    @property
+    def banded(self) -> bool:
+        """Whether a span is the same band of slots in every row, so that `key_range` can narrow it."""
+        return self.implicit and self.offset is not None
+
     def simplify(self, region: Region) -> Region:
         """The region without what cannot matter at this size; positions of the caller's own are left alone."""
         return region.within(self.queries, self.keys) if self.implicit and self.queries <= self.keys else region
@@ -164,7 +169,7 @@ class Layout:
 
     def key_range(self, region: Region, first: int, last: int) -> tuple[int, int]:
         """Slots that queries first … last - 1 may see, as plain numbers; never too few."""
-        if not self.implicit or self.offset is None:
+        if not self.banded or self.offset is None:
             return 0, self.keys
         low, high = self.keys, 0
         for span in region.spans:

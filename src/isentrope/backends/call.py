@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -39,6 +39,12 @@ class Call:
     def causal(self) -> bool:
         """The plain causal triangle of self-attention."""
         return self.region == CAUSAL and self.layout.plain and self.layout.queries == self.layout.keys
+
+    def split(self) -> list[Call]:
+        """The same keys as one call a span, where that lets a chunk of rows pass over the keys between spans."""
+        if len(self.region.spans) < 2 or not self.layout.banded:
+            return [self]
+        return [replace(self, region=Region((span,))) for span in self.region.spans]
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import sqrt
+from math import log, sqrt
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
@@ -38,7 +39,7 @@ class Chunked:
         for rows, columns in _chunks(call):
             scores = _scores(call, k, rows, columns)
             top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-            weights = torch.exp(scores - top)
+            weights = _exp(scores - top)
             total = weights.sum(-1, keepdim=True)
             o = (weights.flatten(2, 3) @ v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
@@ -53,7 +54,7 @@ class Chunked:
         dq = torch.zeros_like(call.q)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for rows, columns in _chunks(call):
-            p = torch.exp(_scores(call, k, rows, columns) - _grouped(anchor[:, :, rows, None], call))
+            p = _exp(_scores(call, k, rows, columns) - _grouped(anchor[:, :, rows, None], call))
             g = _grouped(grad[:, :, rows].to(dtype), call).flatten(2, 3)
             dp = (g @ v[:, :, columns].mT).view_as(p)
             ds = (p * (dp - _grouped(delta[:, :, rows, None], call)) * call.scale).flatten(2, 3)
@@ -65,6 +66,12 @@ class Chunked:
 
 
 KERNEL = Chunked()
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x, and 0 where it or products with it would leave the normal numbers: far below rounding, and slow on a CPU."""
+    least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps
+    return F.threshold(torch.exp(x.clamp_min(log(least) - 1)), least, 0.0)
 
 
 def _grouped(x: Tensor, call: Call) -> Tensor:

@@ -79,6 +79,7 @@ def _filled(calls: list[Call], v: Tensor, operands: Sequence[Tensor]) -> list[Ca
 
 def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
     """All branches of one attention through a kernel."""
+    calls = [part for call in calls for part in call.split()]
     operands = [x for call in calls for x in (call.q, call.k)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
         parts = [kernel.forward(call) for call in calls]

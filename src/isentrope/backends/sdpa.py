@@ -20,8 +20,9 @@ from isentrope.precision import wide
 aten = torch.ops.aten
 
 MOST_HEAD_DIM = 256
-# entries of a chunk's mask held at once
+# entries of a chunk's mask held at once, and rows of a chunk: in more of them a band leaves more to mask
 MASK_ENTRIES = 1 << 23
+ROWS = 512
 
 
 def refusal(calls: list[Call]) -> str | None:
@@ -116,7 +117,7 @@ def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
         yield slice(0, queries), slice(0, keys), Tile(q, k, v, None, call.causal, call.scale)
         return
     copies = (call.bounds[0].shape[0]) * (1 if call.slopes is None else q.shape[1])
-    step = max(1, min(queries, MASK_ENTRIES // max(1, copies * keys)))
+    step = max(1, min(queries, ROWS, MASK_ENTRIES // max(1, copies * keys)))
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         low, high = call.layout.key_range(call.region, rows.start, rows.stop)
