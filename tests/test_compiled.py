@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 
+import isentrope as ise
 from isentrope import fold
-from isentrope.backends import merge
+from isentrope.backends import flex, merge
 from isentrope.compiled import _compile, variant_of
 
 
@@ -49,3 +52,43 @@ def test_a_sweep_of_lengths_takes_two_compilations():
         for ours, expected in zip(run(outs, lses), merge._merge(outs, lses), strict=True):
             assert torch.equal(ours, expected)
     assert counters["stats"]["unique_graphs"] <= 2, dict(counters["stats"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
+@pytest.mark.parametrize("backend", ["sdpa", "chunked", "flex"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "rope+infoscale:train_length=8",
+        "rope:layout=interleaved+ssmax:heads=4+cosine:alpha=16",
+        "rerope:window=4+logn:train_length=8",
+        "selfextend:window=4,group=2+sink:sinks=2,size=9",
+        "alibi+window:size=9",
+    ],
+)
+def test_the_compiled_path_of_a_gpu_gives_the_same_on_a_cpu(recipe, backend, monkeypatch):
+    """Everything a GPU would compile is traced here, in one graph each, over lengths, modes and gradients."""
+    recipe = ise.Recipe.parse(recipe)
+    run = partial(ise.attention, recipe=recipe, causal=True, backend=backend, return_entropy=True)
+    settings = [(n, keys, grad) for n, keys in ((12, 12), (1, 30), (200, 200), (150, 300)) for grad in (False, True)]
+    shapes = [((2, 4, n, 16), (2, 2, keys, 16), (2, 2, keys, 16)) for n, keys, _ in settings]
+    inputs = [[torch.randn(shape) for shape in three] for three in shapes]
+
+    def results():
+        for (_, _, grad), tensors in zip(settings, inputs, strict=True):
+            if backend == "flex" and grad:
+                continue  # no backward on a CPU
+            q, k, v = (x.clone().requires_grad_(grad) for x in tensors)
+            with torch.set_grad_enabled(grad):
+                out, aux = run(q, k, v)
+            yield from (out, aux.entropy)
+            if grad:
+                yield from torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = list(results())
+    for module in (fold, merge, sys.modules["isentrope.attention"]):
+        monkeypatch.setattr(module, "compiled", variant_of)
+    monkeypatch.setattr(flex, "_eager", lambda *args: variant_of(flex._run, (*args[:3], args[4].kv_indices))(*args))
+    for ours, truth in zip(results(), expected, strict=True):
+        assert_close(ours, truth)
+    assert counters["stats"]["unique_graphs"] > 0

@@ -291,8 +291,10 @@ def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
         entropy = torch.zeros_like(lse)
         anchor = torch.where(lse == -inf, 0.0, lse)
         for call in calls:
-            k_mean, branch = BACKENDS[name].attend([replace(call, v=call.k)], True)
-            score = compiled(_inner, (call.q, k_mean), call.q.shape[-1])(call.q, k_mean, lse.dtype)
+            q, k = call.q.detach(), call.k.detach()
+            call = replace(call, q=q, k=k, v=k)
+            k_mean, branch = BACKENDS[name].attend([call], True)
+            score = compiled(_inner, (q, k_mean), q.shape[-1])(q, k_mean, lse.dtype)
             entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)
             if call.slopes is not None:
                 entropy -= _mean_bias(name, call, anchor)
