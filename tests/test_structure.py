@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import isentrope
+
 SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
@@ -82,6 +84,12 @@ def test_importing_isentrope_loads_torch_and_nothing_heavier():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_theory_is_there_when_asked_for():
+    assert isentrope.theory.peak_cosine(128.0, 128) == pytest.approx(0.62456, abs=1e-5)
+    with pytest.raises(AttributeError, match="no attribute 'theorie'"):
+        _ = isentrope.theorie
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

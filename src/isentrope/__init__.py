@@ -1,5 +1,8 @@
 """isentrope: attention that holds its focus at lengths a model was never trained on."""
 
+from importlib import import_module
+from types import ModuleType
+
 from isentrope.attention import Aux, attention
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
@@ -54,3 +57,9 @@ __all__ = [
     "YaRNTemperature",
     "attention",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "theory":  # loaded when asked for: it brings scipy
+        return import_module("isentrope.theory")
+    raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
