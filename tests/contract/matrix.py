@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
 
 import torch
 
@@ -67,7 +66,6 @@ class Setting:
     kv_heads: int = 2
     d: int = 16
     dv: int = 16
-    options: dict = field(default_factory=dict, compare=False)
 
     def tensors(self, dtype, device="cpu", seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -116,13 +114,6 @@ def meaningless(position: str, temperature: str, mask: str, score: str, causal: 
     if causal and mask == "causal":
         return "causal twice is causal"
     return None
-
-
-def recipes():
-    """Every meaningful combination of parts, as (position, temperature, mask, score, causal)."""
-    for parts in product(POSITIONS, TEMPERATURES, MASKS, SCORES, CAUSAL):
-        if meaningless(*parts) is None:
-            yield parts
 
 
 def build(position: str, temperature: str, mask: str, score: str, setting: Setting) -> ise.Recipe:
