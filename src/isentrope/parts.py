@@ -13,6 +13,13 @@ REQUIRED: Any = object()  # the default of an option that must be given
 class Part:
     """One choice in a recipe. Its name is the class name in lower case, its options the constructor's arguments."""
 
+    # whether a model that was trained without the part does not work with it
+    needs_training = False
+
+    def idle(self, length: int) -> bool:
+        """Whether rows of up to `length` keys come out exactly as without the part, in a model with plain RoPE."""
+        return False
+
     @classmethod
     def name(cls) -> str:
         return cls.__name__.lower()

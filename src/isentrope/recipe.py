@@ -83,7 +83,8 @@ class Recipe:
         return {kind: part.to_dict() for kind in KINDS if (part := getattr(self, kind)) is not None}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+    def from_dict(cls, data: dict[str, Any], **defaults: Any) -> Recipe:
+        """The recipe that `to_dict` wrote; `defaults` are taken for options that a part requires and lacks."""
         if not isinstance(data, dict):
             raise ValueError(f"Recipe.from_dict: expected a dictionary, got {data!r}")
         for key in data:
@@ -91,7 +92,7 @@ class Recipe:
                 raise ValueError(f"Recipe.from_dict: unknown key {key!r}{_hint(str(key), KINDS)}")
         parts = {}
         for expected, options in data.items():
-            kind, part = _from_dict(options)
+            kind, part = _from_dict(options, defaults)
             if kind != expected:
                 raise ValueError(f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {part}")
             parts[kind] = part
@@ -101,8 +102,11 @@ class Recipe:
         return "+".join(str(part) for kind in KINDS if (part := getattr(self, kind)) is not None) or PLAIN
 
     @classmethod
-    def parse(cls, text: str) -> Recipe:
-        """Read `name:option=value,…` parts joined by `+`; masks may be joined further with `&`, `|` and brackets."""
+    def parse(cls, text: str, **defaults: Any) -> Recipe:
+        """Read `name:option=value,…` parts joined by `+`; masks may be joined further with `&`, `|` and brackets.
+
+        defaults: values for options that a part requires and the text leaves out, such as a model's train_length.
+        """
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
                 f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {text!r}"
@@ -111,7 +115,7 @@ class Recipe:
         if text.strip() == PLAIN:
             return cls()
         for piece in _split(text, "+"):
-            kind, part = _parse_part(piece)
+            kind, part = _parse_part(piece, defaults)
             if kind in found:
                 why = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), found[kind].name()) else ""
                 raise ValueError(f"recipe {text!r}: expected one {kind}, got {found[kind]} and {part}{why}")
@@ -132,17 +136,17 @@ def _split(text: str, sign: str) -> list[str]:
     return [piece.strip() for piece in (*pieces, text[start:])]
 
 
-def _parse_part(text: str) -> tuple[str, Part]:
+def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
     for sign, join in (("|", masks.Or), ("&", masks.And)):
         pieces = _split(text, sign)
         if len(pieces) > 1:
-            parts = [_parse_part(piece) for piece in pieces]
+            parts = [_parse_part(piece, defaults) for piece in pieces]
             for kind, part in parts:
                 if kind != "mask":
                     raise ValueError(f"recipe: only masks are joined with {sign}, got the {kind} {part} in {text!r}")
             return "mask", join(tuple(part for _, part in parts))  # type: ignore[misc]
     if text.startswith("(") and text.endswith(")"):
-        return _parse_part(text[1:-1])
+        return _parse_part(text[1:-1], defaults)
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for option in _split(rest, ",") if rest else []:
@@ -152,7 +156,7 @@ def _parse_part(text: str) -> tuple[str, Part]:
         if key.strip() in options:
             raise ValueError(f"recipe part {text!r}: option {key.strip()!r} is given twice")
         options[key.strip()] = _value(value.strip())
-    return _build(name.strip(), options)
+    return _build(name.strip(), options, defaults)
 
 
 def _value(text: str) -> Any:
@@ -162,16 +166,16 @@ def _value(text: str) -> Any:
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _from_dict(data: Any) -> tuple[str, Part]:
+def _from_dict(data: Any, defaults: dict[str, Any]) -> tuple[str, Part]:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {data!r}")
     options = {key: value for key, value in data.items() if key != "name"}
     if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
-        options["masks"] = tuple(_from_dict(mask)[1] for mask in options["masks"])
-    return _build(data["name"], options)
+        options["masks"] = tuple(_from_dict(mask, defaults)[1] for mask in options["masks"])
+    return _build(data["name"], options, defaults)
 
 
-def _build(name: str, options: dict[str, Any]) -> tuple[str, Part]:
+def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
     """The part called `name`, or an error that says which name or option was meant."""
     if name not in PARTS:
         raise ValueError(f"recipe: unknown part {name!r}{_hint(name, PARTS)}")
@@ -180,7 +184,9 @@ def _build(name: str, options: dict[str, Any]) -> tuple[str, Part]:
     for key in options:
         if key not in known:
             raise ValueError(f"recipe part {name!r}: unknown option {key!r}{_hint(str(key), known)}")
-    missing = [key for key, default in known.items() if default is REQUIRED and key not in options]
+    required = [key for key, default in known.items() if default is REQUIRED]
+    options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
+    missing = [key for key in required if key not in options]
     if missing:
         raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
     return kind, part(**options)

@@ -24,6 +24,9 @@ class Score(Part):
 class Dot(Score):
     """s(q, k) = q·k / √d, scaled dot-product attention (Vaswani et al., 2017)."""
 
+    def idle(self, length: int) -> bool:
+        return True
+
     def factor(self, head_dim: int) -> float:
         return head_dim**-0.5
 
@@ -38,6 +41,7 @@ class Cosine(Score):
 
     alpha: float = 128.0
     normalises = True
+    needs_training = True
 
     def __post_init__(self) -> None:
         number(self, "alpha", above=0)

@@ -57,10 +57,7 @@ class Call:
         return self.layout.count("visible", self.region)[:, None]
 
     def mask(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Visible pairs, (batch or 1, 1, rows, columns)."""
-        low, high = (bound[:, rows, :, None] for bound in self.bounds)
-        slots = self.layout.slots[columns]
-        return ((slots >= low) & (slots < high)).any(2)[:, None]
+        return self.layout.visible(self.region, rows, columns)
 
     def bias(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor | None:
         """-slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""

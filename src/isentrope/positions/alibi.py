@@ -18,6 +18,8 @@ class ALiBi(Position):
     For H not a power of two, the slopes of the power of two below, then every other slope of twice that.
     """
 
+    needs_training = True
+
     def slopes(self, heads: int) -> Tensor:
         def powers(count: int) -> list[float]:
             return [2 ** (-8 * h / count) for h in range(1, count + 1)]

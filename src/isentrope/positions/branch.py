@@ -52,5 +52,7 @@ class Position(Part):
 class NoPE(Position):
     """No position information at all."""
 
+    needs_training = True
+
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         return (Branch(),)

@@ -28,6 +28,9 @@ class NearAndFar(Rotary):
         super().__post_init__()
         whole(self, "window", 1)
 
+    def idle(self, length: int) -> bool:
+        return length <= self.window
+
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         """Where far queries and keys meet: behind the query (sign 1) or ahead of it (sign -1)."""
         raise NotImplementedError

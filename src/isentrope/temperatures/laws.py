@@ -47,6 +47,9 @@ class Temperature(Part):
         longer = n.clamp_min(self.unit_length)  # the law may not be defined below
         return torch.where(n > self.unit_length, self.law(longer, head_dim), torch.ones_like(n))
 
+    def idle(self, length: int) -> bool:
+        return self.clamp and length <= self.unit_length
+
     def for_layer(self, layer: int) -> Temperature:
         """The law of one layer: the same everywhere unless a law says otherwise."""
         return self

@@ -17,6 +17,8 @@ class SSMax(nn.Module, Part):
     Slopes start at the reciprocal of the mean of ln n over 1 … init_length, so that training begins near τ = 1.
     """
 
+    needs_training = True
+
     def __init__(
         self,
         heads: int,

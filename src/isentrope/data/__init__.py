@@ -1,0 +1,1 @@
+"""Text and batches to train and evaluate on."""

@@ -1,0 +1,49 @@
+"""Batches for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from isentrope.positions import PoSE
+
+
+class PoSECollator:
+    """A collator's batches with PoSE positions, drawn anew for every batch of every epoch.
+
+    `PoSECollator(collator, target_length=4096)` goes to `Trainer(data_collator=…)`; `collator` is any that returns
+    `input_ids`. Padding may be on either side. Positions jump, which transformers reads as several packed texts unless
+    the batch has an attention mask: one of ones is added where there is none.
+    """
+
+    def __init__(self, collator: Callable[[Any], dict[str, Any]], target_length: int = 4096, seed: int = 0) -> None:
+        self.collator, self.pose = collator, PoSE(target_length)
+        self.seed, self.generators = seed, dict[int, torch.Generator]()
+
+    def __call__(self, examples: Any) -> dict[str, Any]:
+        batch = self.collator(examples)
+        ids = batch["input_ids"]
+        if batch.get("attention_mask") is None:
+            batch["attention_mask"] = torch.ones_like(ids)
+        mask = batch["attention_mask"].to(torch.int64)
+        if mask.dim() != 2:
+            raise ValueError(f"PoSECollator: expected an attention mask (batch, tokens), got {tuple(mask.shape)}")
+        positions = torch.zeros_like(mask)
+        for row, kept in enumerate(mask.bool()):
+            length = int(kept.sum())
+            if length:
+                positions[row, kept] = self.pose.sample(1, length, self._generator())[0]
+        batch["position_ids"] = positions
+        return batch
+
+    def _generator(self) -> torch.Generator:
+        """One stream of numbers for each worker of a data loader."""
+        worker = torch.utils.data.get_worker_info()
+        key = -1 if worker is None else worker.id
+        if key not in self.generators:
+            # a worker's seed differs from epoch to epoch; without workers the stream simply goes on
+            seed = self.seed if worker is None else self.seed + worker.seed
+            self.generators[key] = torch.Generator().manual_seed(seed % (1 << 63))
+        return self.generators[key]

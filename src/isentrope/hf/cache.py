@@ -1,0 +1,88 @@
+"""A key-value cache of constant size: the first tokens and a window, everything between let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from isentrope.hf.extend import extension
+from isentrope.masks import Lambda, Sink
+from isentrope.positions import ReRoPE
+
+
+class StreamingLayer(DynamicLayer):
+    """Keys and values of `sinks` first tokens and the last `size` - 1, which with the next token make a window."""
+
+    is_croppable = False
+
+    def __init__(self, sinks: int, size: int) -> None:
+        super().__init__()
+        self.sinks, self.size = sinks, size
+        self.cumulative_length = 0  # all tokens ever seen
+
+    @property
+    def held(self) -> int:
+        """Tokens in the cache."""
+        return 0 if not self.is_initialized or self.keys is None else self.keys.shape[-2] * (self.keys.numel() > 0)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self.cumulative_length += key_states.shape[-2]
+        keys, values = (
+            torch.cat((old, new), -2) for old, new in ((self.keys, key_states), (self.values, value_states))
+        )
+        self.keys, self.values = self._kept(keys), self._kept(values)
+        return keys, values
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """What the next token may still see."""
+        recent = self.size - 1
+        if x.shape[-2] <= self.sinks + recent:
+            return x
+        return torch.cat((x[..., : self.sinks, :], x[..., x.shape[-2] - recent :, :]), -2)
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.held + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.sinks + self.size
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError("StreamingCache: tokens cannot be taken back, what they pushed out is gone")
+
+
+class StreamingCache(Cache):
+    """For `generate(past_key_values=StreamingCache(model))`: any length at constant memory.
+
+    The model must be extended with a `sink` mask (StreamingLLM), or with `rerope` and a `lambda` mask (LM-Infinite):
+    their recipes see the first tokens and a window, so that nothing is lost by forgetting the rest, and measure positions
+    inside the cache. Rows of a batch must have no padding.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        state = extension(model)
+        mask, position = state.recipe.mask, state.recipe.position
+        fits = isinstance(mask, Sink) or (isinstance(mask, Lambda) and isinstance(position, ReRoPE))
+        raw = all(layer.module.isentrope.rope is not None for layer in state.layers if layer.rope is not None)
+        if not fits or not raw:
+            raise ValueError(
+                "StreamingCache: expected a model extended with 'sink:sinks=…,size=…', or with 'rerope:window=…' and "
+                f"'lambda:sinks=…,window=…', got {str(state.recipe)!r}"
+            )
+        size = mask.size if isinstance(mask, Sink) else mask.window
+        count = 1 + max(layer.index for layer in state.layers)
+        super().__init__(layers=[StreamingLayer(mask.sinks, size) for _ in range(count)])
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Positions are counted inside the cache."""
+        return self.layers[layer_idx].held

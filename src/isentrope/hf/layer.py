@@ -1,0 +1,193 @@
+"""Attention in one layer of an extended model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from isentrope.attention import attention
+from isentrope.hf.geometry import frames_mask, layout_for
+from isentrope.hf.rotary import Rope
+from isentrope.layout import Layout
+from isentrope.masks import Mask
+from isentrope.precision import readable
+from isentrope.recipe import Recipe
+from isentrope.region import CAUSAL, EVERYTHING, Region
+
+NAME = "isentrope"  # the attention implementation, and the attribute of an attention layer that holds its `Layer`
+
+
+@dataclass(frozen=True)
+class Native(Mask):
+    """The mask that a layer had before."""
+
+    shown: Region
+
+    def region(self, causal: bool) -> Region:
+        return self.shown
+
+
+class Layer(nn.Module):
+    """What an attention layer does: its recipe, its own mask, and where its keys are rotated.
+
+    rope: the model's frequencies, where queries and keys arrive raw; None where they arrive rotated.
+    """
+
+    def __init__(self, recipe: Recipe, native: Region, rope: Rope | None, backend: str) -> None:
+        super().__init__()
+        self.recipe, self.native, self.rope, self.backend = recipe, Native(native), rope, backend
+        self.parts = tuple(
+            part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
+        )
+        if isinstance(recipe.temperature, nn.Module):
+            self.temperature = recipe.temperature  # registered, so that it trains, moves and is saved
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees ahead."""
+        return all(span.high <= 1 for span in self.native.shown.spans)
+
+    def idle(self, length: int, framed: bool) -> bool:
+        """Whether rows of up to `length` keys come out as from the model that was extended."""
+        # with a cache that has let go of keys, positions run past the number of keys
+        by_position = framed and getattr(self.recipe.temperature, "count", None) == "position"
+        return not by_position and all(part.idle(length) for part in self.parts)
+
+    def forward(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        position_ids: Tensor | None,
+        sink_logits: Tensor | None,
+    ) -> Tensor:
+        layout = layout_for(mask, query, key)
+        if self.rope is not None:
+            layout = _placed(layout, position_ids)
+        if sink_logits is None and self.idle(key.shape[2], layout.framed) and layout.implicit:
+            return self._plain(module, query, key, value, mask, layout, scaling, dropout)
+        if dropout:
+            raise ValueError(
+                f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; set it to 0 in the config"
+            )
+        scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
+        if scale is not None and self.rope is not None:
+            scale = scale * self.rope.scaling**2
+        options = {
+            "causal": self.causal,
+            "mask": self.native,
+            "layout": layout,
+            "scale": scale,
+            "backend": self.backend,
+        }
+        if sink_logits is None:
+            out = attention(query, key, value, self.recipe, **options)
+        else:
+            out = _with_sinks(query, key, value, self.recipe, sink_logits, options)
+        return out.transpose(1, 2).contiguous()
+
+    def _plain(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        layout: Layout,
+        scaling: float | None,
+        dropout: float,
+    ) -> Tensor:
+        """The model's own attention, bit for bit: its rotation in its dtype, and transformers' SDPA."""
+        if self.rope is not None:
+            query = self.rope.turn(query, layout.query, layout)
+            key = self.rope.turn(key, layout.key, layout)
+        region = layout.simplify(self.native.shown)
+        needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
+        dense = None if mask is None and needless else layout.visible(region)
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=self.causal
+        )
+        return out
+
+
+def _placed(layout: Layout, position_ids: Tensor | None) -> Layout:
+    """The layout at the caller's own positions, where those are not simply one after another."""
+    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
+        return layout
+    if torch.compiler.is_compiling():
+        return _place(layout, position_ids)
+    # looked at once a forward pass: all layers are handed the same tensor
+    known, placed = getattr(position_ids, "_isentrope", (None, None))
+    if known is not layout or placed is None:
+        placed = _place(layout, position_ids)
+        position_ids._isentrope = (layout, placed)  # type: ignore[attr-defined]
+    return placed
+
+
+def _place(layout: Layout, position_ids: Tensor) -> Layout:
+    shift = position_ids.to(layout.device) - layout.query
+    inside = layout.query >= 0  # not padding on the left
+    if layout.framed:
+        inside = inside & (layout.query < layout.frame_high - layout.origin)
+    frame = layout.origin.expand_as(layout.query)
+    # within a frame, positions may start anywhere; they must only go up by one
+    steady = (shift[:, 1:] == shift[:, :-1]) | (frame[:, 1:] != frame[:, :-1]) | ~(inside[:, 1:] & inside[:, :-1])
+    if not readable(steady):
+        torch._assert_async(
+            steady.all(), "position_ids that jump are not supported in a compiled model whose keys are cached raw"
+        )
+        return layout
+    if bool(steady.all()):
+        return layout
+    if layout.queries != layout.keys:
+        raise ValueError("position_ids: expected consecutive positions where keys come from a cache, got a jump")
+    frames = (layout.origin, layout.frame_high, layout.query + layout.origin) if layout.framed else None
+    return Layout(
+        layout.batch, layout.queries, layout.keys, layout.device, frames=frames, position_ids=position_ids.clone()
+    )
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, sink_logits: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention with one more logit in each head's softmax, which takes weight and gives nothing (GPT-OSS)."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sink_logits)):
+        raise ValueError("sink logits: a recipe carries them without gradients only; use torch.no_grad()")
+    out, aux = attention(query, key, value, recipe, return_lse=True, **options)
+    kept = torch.sigmoid(aux.lse - sink_logits.to(aux.lse.dtype)[:, None])
+    return out * kept[..., None].to(out.dtype)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """For `AttentionInterface`."""
+    layer = getattr(module, NAME, None)
+    if layer is None:
+        raise RuntimeError(
+            "this model's config asks for an isentrope recipe that was not applied: load it with isentrope.load(folder), or "
+            "call isentrope.extend(model, recipe)"
+        )
+    return layer(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, frames_mask)

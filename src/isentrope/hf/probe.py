@@ -1,0 +1,248 @@
+"""How a model attends, found by watching it: which layers, under which mask, rotated by which frequencies.
+
+Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
+model's own rotation at known positions, one with none. What turns the second's queries into the first's is the model's
+rotation, whatever its code looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from isentrope.fold import angles, rotate
+from isentrope.hf.rotary import Rope, ropes
+from isentrope.region import Region, band
+
+NAME = "isentrope_probe"
+POSITIONS = (0, 1, 5, 17, 43, 127)
+# arguments of transformers' attention functions that change scores in ways a recipe cannot carry
+UNKNOWN_ARGUMENTS = {
+    "softcap": "a soft cap on attention scores, which does not commute with a temperature (set it to None to do without)",
+    "position_bias": "a learned position bias on attention scores",
+}
+
+
+class Unsupported(ValueError):
+    """A model that cannot be extended, and why."""
+
+
+@dataclass(frozen=True)
+class Attending:
+    """One attention layer as it was seen."""
+
+    name: str
+    module: nn.Module
+    index: int
+    band: Region
+    heads: int
+    head_dim: int
+    rope: Rope | None
+    sink_logits: bool
+
+
+@dataclass
+class _Recorder:
+    """What a pass saw: per attention module its query, key, mask and arguments."""
+
+    bands: dict[int, Region | str] = field(default_factory=dict)
+    masks: list[Tensor] = field(default_factory=list)  # kept alive, so that no two share an id
+    seen: dict[nn.Module, tuple[Tensor, Tensor, Region | str | None, dict[str, Any]]] = field(default_factory=dict)
+
+
+_recorder: ContextVar[_Recorder] = ContextVar("recorder")
+
+
+def _watch_mask(batch_size: int, q_length: int, device: Any = "cpu", **arguments: Any) -> Tensor:
+    recorder = _recorder.get()
+    mask = torch.zeros(batch_size, 1, q_length, 3, dtype=torch.int64, device=device)
+    recorder.masks.append(mask)
+    recorder.bands[id(mask)] = _band(arguments, device)
+    return mask
+
+
+def _watch_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, None]:
+    recorder = _recorder.get()
+    recorder.seen[module] = query, key, recorder.bands.get(id(attention_mask)), arguments
+    return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(NAME, _watch_attention)
+AttentionMaskInterface.register(NAME, _watch_mask)
+
+
+def _band(arguments: dict[str, Any], device: Any) -> Region | str:
+    """Which keys a mask function shows, as distances; or what is wrong with it."""
+    if arguments.get("use_vmap"):
+        return "a mask of its own making"
+    function, size = arguments["mask_function"], arguments.get("local_size") or 8
+    far = torch.arange(-size - 1, size + 2, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    patterns = [
+        torch.as_tensor(function(zero, zero, zero + at, zero + at + far)).expand_as(far).tolist()
+        for at in (1 << 20, (1 << 20) + 1, (1 << 20) + 777)
+    ]
+    pattern = patterns[0]
+    first, count = pattern.index(True) if True in pattern else 0, sum(pattern)
+    if any(other != pattern for other in patterns) or not count or not all(pattern[first : first + count]):
+        return "a mask that is not a window over distances (chunked attention, for one)"
+    low, high = far[first].item(), far[first + count - 1].item() + 1
+    return band(-inf if low == far[0] else low, inf if high > far[-1] else high)
+
+
+def probe(model: PreTrainedModel) -> list[Attending]:
+    """Every attention layer of a model, in order; raises where one was not reached or not understood."""
+    kind = model.config.model_type
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{kind}: attention across an encoder and a decoder is not supported")
+    found = list(ropes(model))
+    with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
+        turned = _watch(model, found, rotating=True)
+        raw = _watch(model, found, rotating=False)
+    expected = {name: module for name, module in model.named_modules() if _attends(module)}
+    missed = [name for name, module in expected.items() if module not in turned.seen]
+    if missed or not turned.seen:
+        raise Unsupported(
+            f"{kind}: {len(missed) or 'no'} attention layers do not go through transformers' AttentionInterface"
+            f"{' (' + ', '.join(missed[:3]) + ')' if missed else ''}, so queries and keys cannot be reached"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    layers = []
+    for order, (module, (query, key, mask, arguments)) in enumerate(turned.seen.items()):
+        where = f"{kind}: {names[module]} has"
+        for argument, what in UNKNOWN_ARGUMENTS.items():
+            if arguments.get(argument) is not None:
+                raise Unsupported(f"{where} {what}")
+        if not isinstance(mask, Region):
+            raise Unsupported(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
+        rope = _rotation(raw.seen[module][:2], (query, key), found, where)
+        index = getattr(module, "layer_idx", None)
+        layers.append(
+            Attending(
+                name=names[module],
+                module=module,
+                index=order if index is None else int(index),
+                band=mask,
+                heads=query.shape[1],
+                head_dim=query.shape[-1],
+                rope=rope,
+                sink_logits=arguments.get("s_aux") is not None,
+            )
+        )
+    return layers
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module looks like attention and holds nothing that does."""
+    named = [child for child in module.modules() if "Attention" in type(child).__name__]
+    return named == [module]
+
+
+def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Recorder:
+    recorder = _Recorder()
+    token = _recorder.set(recorder)
+    with ExitStack() as stack:
+        stack.callback(_recorder.reset, token)
+        for module in {rope.module for rope in found}:
+            handle = module.register_forward_hook(_placed if rotating else unrotated, with_kwargs=True)
+            stack.callback(handle.remove)
+        size = model.get_input_embeddings().weight.shape[0]
+        ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
+        options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+        try:
+            model.base_model(input_ids=ids, **options)
+        except Exception as error:
+            raise Unsupported(
+                f"{model.config.model_type}: attention could not be followed through transformers' AttentionInterface: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return recorder
+
+
+def _placed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A rotary module's answer for POSITIONS."""
+    given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    positions = torch.tensor(POSITIONS, device=given.device).expand_as(given)
+    if "position_ids" in kwargs:
+        return type(module).forward(module, *args, **{**kwargs, "position_ids": positions})
+    return type(module).forward(module, args[0], positions, *args[2:], **kwargs)
+
+
+def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A rotary module's answer that leaves queries and keys as they are: cos 1, sin 0."""
+    return torch.ones_like(output[0]), torch.zeros_like(output[1])
+
+
+def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Rope], where: str) -> Rope | None:
+    """The frequencies that turn the raw queries and keys into the others; None if nothing turns."""
+    if raw[0].is_meta:
+        raise Unsupported(f"{where} no data (meta device): load the weights before extending")
+    if all(torch.equal(a, b) for a, b in zip(raw, turned, strict=True)):
+        return None
+    positions = torch.tensor(POSITIONS, device=raw[0].device)[None]
+    tolerance = 1e-4 if raw[0].dtype in (torch.float32, torch.float64) else 3e-2
+    for rope in found:
+        if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
+            continue
+        turn = angles(positions, rope.theta.to(raw[0].device, torch.float32), torch.float32)
+        assert turn is not None
+        cos, sin = turn[0], turn[1]
+        for interleaved in (False, True):
+            expected = [_scaled(rotate(x.float(), cos, sin, interleaved), rope.scaling, 2 * cos.shape[-1]) for x in raw]
+            pairs = zip(expected, turned, strict=True)
+            if all((a - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
+                return replace(rope, interleaved=interleaved)
+    raise Unsupported(f"{where} a rotation that is neither of the two known layouts at the frequencies of its model")
+
+
+def _scaled(x: Tensor, scaling: float, size: int) -> Tensor:
+    return torch.cat((x[..., :size] * scaling, x[..., size:]), -1)
+
+
+def configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config object in a model, the inner ones last."""
+    found: dict[int, PreTrainedConfig] = {}
+
+    def add(config: Any) -> None:
+        if isinstance(config, PreTrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            for name in config.sub_configs:
+                add(getattr(config, name, None))
+
+    for module in model.modules():
+        add(getattr(module, "config", None))
+    return list(found.values())
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = [(config, config._attn_implementation) for config in configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, given in before:
+            config._attn_implementation = given

@@ -1,0 +1,165 @@
+"""The rotary embedding of a transformers model: its frequencies, and what a recipe makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isentrope.fold import angles, rotate
+from isentrope.layout import Layout
+from isentrope.masks import Mask, Sink
+from isentrope.positions import CLEX, NTK, PI, Branch, Position, RoPE, YaRN
+from isentrope.positions.regions import NearAndFar
+from isentrope.positions.rope import Rotary
+from isentrope.region import band
+
+FREQUENCIES = "inv_freq"
+# kinds of transformers' own scaling whose frequencies change with the length of the input
+BY_LENGTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """One set of frequencies of a model's rotary module. A module may hold several, one for each type of layer."""
+
+    module: nn.Module
+    layer_type: str | None = None
+    interleaved: bool = False
+
+    def _named(self, name: str) -> str:
+        return name if self.layer_type is None else f"{self.layer_type}_{name}"
+
+    @property
+    def theta(self) -> Tensor:
+        """The frequencies as they are now."""
+        return getattr(self.module, self._named(FREQUENCIES))
+
+    @property
+    def scaling(self) -> float:
+        """What transformers multiplies onto cos and sin."""
+        return float(getattr(self.module, self._named("attention_scaling"), 1.0))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """`rope_parameters` of the model's config."""
+        given = getattr(self.module.config, "rope_parameters", None) or {}
+        return given.get(self.layer_type) or {} if self.layer_type is not None else given
+
+    @property
+    def kind(self) -> str:
+        return self.parameters.get("rope_type", "default")
+
+    def write(self, theta: Tensor, scaling: float) -> None:
+        """Let the module turn at other frequencies."""
+        setattr(self.module, self._named(FREQUENCIES), theta.to(self.theta.device))
+        setattr(self.module, self._named("attention_scaling"), scaling)
+
+    def turn(self, x: Tensor, position: Tensor, layout: Layout) -> Tensor:
+        """x (batch, heads, length, d) rotated the way the model's own code does it, in the dtype of x."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            found = angles(position, self.theta.to(x.device, torch.float32), torch.float32)
+            assert found is not None
+            return (found[0] * self.scaling).to(x.dtype), (found[1] * self.scaling).to(x.dtype)
+
+        cos, sin = layout.remember((self, id(position), x.dtype), make)
+        return rotate(x, cos, sin, self.interleaved)
+
+
+def ropes(model: nn.Module) -> Iterator[Rope]:
+    """Every set of rotary frequencies in a model."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name.endswith(FREQUENCIES) and not name.endswith("original_" + FREQUENCIES):
+                yield Rope(module, name.removesuffix(FREQUENCIES).rstrip("_") or None)
+
+
+@dataclass(frozen=True, eq=False)
+class Native(Position):
+    """A position method at the frequencies of the model itself.
+
+    sinks, size: distances as in a cache that keeps `sinks` first tokens and a window of `size`, as StreamingLLM measures
+    them: a sink that has left the window stays at the distance where it left it.
+    """
+
+    inner: Position
+    rope: Rope
+    sinks: int = 0
+    size: int | None = None
+    rotates = True
+    keys_cacheable = False
+
+    @property
+    def layout(self) -> str:
+        return "interleaved" if self.rope.interleaved else "half"
+
+    def idle(self, length: int) -> bool:
+        plain = type(self.inner) is RoPE and self.inner.base == RoPE.base
+        return self.inner.idle(length) or (plain and self.size is not None and length <= self.sinks + self.size)
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        if self.size is None:
+            return self.inner.branches(query, key, heads)
+        edge = 1 - self.size
+        return (
+            Branch(band(edge, inf), query, key),
+            Branch(band(-inf, edge), query.clamp(max=self.sinks + self.size - 1), key),
+        )
+
+    def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if isinstance(self.inner, CLEX) or (isinstance(self.inner, NTK) and self.inner.dynamic):
+            return self.inner.frequencies(head_dim, length, dtype, device)
+        return scaled(self.inner, self.rope, head_dim).to(device, dtype)
+
+
+def scaled(position: Position, rope: Rope, head_dim: int) -> Tensor:
+    """The frequencies that a method makes of a model's own."""
+    if isinstance(position, PI):
+        return rope.theta.float() / position.factor
+    if isinstance(position, (NTK, YaRN)) or (isinstance(position, RoPE) and position.base != RoPE.base):
+        return position.frequencies(head_dim, 0, torch.float32, rope.theta.device)
+    return rope.theta.float()
+
+
+def fitted(position: Position, rope: Rope, head_dim: int, train_length: int | None, model_type: str) -> Position:
+    """A recipe's position method with what it leaves open taken from the model, or an error."""
+    turning = 2 * rope.theta.shape[-1]
+    if rope.kind in BY_LENGTH:
+        raise ValueError(
+            f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which no other "
+            f"position method can be joined to; leave {position.name()!r} out, or load it with rope_type 'default'"
+        )
+    if isinstance(position, (NTK, YaRN, CLEX)) and rope.kind != "default":
+        raise ValueError(
+            f"{model_type}: its frequencies are already scaled (rope_type {rope.kind!r}), and {position.name()} would "
+            "replace them; load it with rope_type 'default', or take 'rerope', 'leakyrerope', 'selfextend' or 'pi'"
+        )
+    if isinstance(position, CLEX):
+        if position.dim != turning:
+            raise ValueError(f"{model_type}: CLEX(dim=…) must be {turning}, the entries it rotates, got {position.dim}")
+        if position.base == Rotary.base:
+            position.base = float(rope.parameters.get("rope_theta", position.base))
+        return position
+    if not isinstance(position, Rotary):
+        return position
+    layout = "interleaved" if rope.interleaved else "half"
+    if position.rotary_dim not in (None, turning):
+        raise ValueError(f"{model_type}: rotates {turning} entries of a head, the recipe {position.rotary_dim}")
+    base = position.base
+    if base == Rotary.base and "rope_theta" in rope.parameters and not isinstance(position, (RoPE, NearAndFar)):
+        base = float(rope.parameters["rope_theta"])
+    if isinstance(position, NearAndFar) and base != Rotary.base:
+        raise ValueError(f"{model_type}: {position.name()} keeps the model's frequencies; leave base out")
+    return replace(position, base=base, layout=layout, rotary_dim=turning).resolved(train_length)
+
+
+def streaming(mask: Mask | None, position: Position | None) -> tuple[int, int] | None:
+    """Sinks and window of a recipe whose distances are measured as in StreamingLLM's cache, or None."""
+    if isinstance(mask, Sink) and (position is None or type(position) in (RoPE, PI, NTK, YaRN)):
+        return mask.sinks, mask.size
+    return None
