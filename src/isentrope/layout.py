@@ -31,8 +31,8 @@ class Layout:
     frame_high`: its row without padding, or its document. Positions count from `origin`, the frame's first slot unless
     a cache has let go of the keys before.
 
-    frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries) each. With
-    as many keys as queries, key j has the frame of query j; otherwise a row is one frame, that of its last query.
+    frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries) each.
+    With as many keys as queries, key j has the frame of query j; otherwise a row is one frame, that of its last query.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from isentrope.hf.extend import extension
+from isentrope.hf.layer import layer_of
 from isentrope.masks import Lambda, Sink
 from isentrope.positions import ReRoPE
 
@@ -64,17 +65,17 @@ class StreamingLayer(DynamicLayer):
 class StreamingCache(Cache):
     """For `generate(past_key_values=StreamingCache(model))`: any length at constant memory.
 
-    The model must be extended with a `sink` mask (StreamingLLM), or with `rerope` and a `lambda` mask (LM-Infinite):
-    their recipes see the first tokens and a window, so that nothing is lost by forgetting the rest, and measure positions
-    inside the cache. Rows of a batch must have no padding.
+    The model must be extended with a `sink` mask (StreamingLLM), or with `rerope` and a `lambda` mask (LM-Infinite).
+    Both see the first tokens and a window and measure positions inside the cache, so nothing is lost by forgetting the
+    rest. Rows of a batch must have no padding.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         state = extension(model)
         mask, position = state.recipe.mask, state.recipe.position
         fits = isinstance(mask, Sink) or (isinstance(mask, Lambda) and isinstance(position, ReRoPE))
-        raw = all(layer.module.isentrope.rope is not None for layer in state.layers if layer.rope is not None)
-        if not fits or not raw:
+        made = [layer_of(layer.module) for layer in state.layers if layer.rope is not None]
+        if not fits or any(layer.rope is None for layer in made):
             raise ValueError(
                 "StreamingCache: expected a model extended with 'sink:sinks=…,size=…', or with 'rerope:window=…' and "
                 f"'lambda:sinks=…,window=…', got {str(state.recipe)!r}"
@@ -85,4 +86,4 @@ class StreamingCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Positions are counted inside the cache."""
-        return self.layers[layer_idx].held
+        return self.layers[layer_idx].held  # type: ignore[union-attr]

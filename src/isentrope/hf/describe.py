@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 
 from isentrope.hf.extend import Extension, extension
-from isentrope.hf.layer import NAME, Layer
+from isentrope.hf.layer import Layer, layer_of
 from isentrope.hf.probe import Attending
 from isentrope.hf.rotary import Native
 from isentrope.layout import Layout
@@ -23,7 +23,7 @@ class LayerDescription:
     """One layer.
 
     tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head).
-    distances: the distance at which the slowest rotary pair meets a key that is `DISTANCES` behind; None if unseen.
+    distances: the distance at which a query deep in a text meets a key that is `DISTANCES` behind; None if unseen.
     slowest, fastest: the longest and shortest wavelength of the rotary pairs, in tokens; None without rotation.
     cache: "rotated keys" or "raw keys".
     """
@@ -72,51 +72,33 @@ class Description:
 def describe(model: torch.nn.Module) -> Description:
     """What each layer of an extended model does now: angles, τ, mask, cache."""
     state = extension(model)
-    kind = state.layers[0].module.config.model_type
-    return Description(str(state.recipe), kind, tuple(_layer(state, layer) for layer in state.layers))
+    return Description(str(state.recipe), state.model_type, tuple(_layer(state, layer) for layer in state.layers))
 
 
 def _layer(state: Extension, seen: Attending) -> LayerDescription:
-    layer: Layer = getattr(seen.module, NAME)
+    layer = layer_of(seen.module)
     position = layer.recipe.position
     region = layer.native.shown
-    causal = layer.causal
     if layer.recipe.mask is not None:
-        region = region & layer.recipe.mask.region(causal)
+        region = region & layer.recipe.mask.region(layer.causal)
+    raw = position is not None
     theta = None
-    if seen.rope is not None and (position is None or position.rotates):
+    if isinstance(position, Native):
+        length = max(LENGTHS)
+        theta = position.frequencies(seen.head_dim, length, torch.float32, torch.device("cpu")).detach()
+    elif seen.rope is not None and not raw:
         theta = seen.rope.theta.float().cpu()
-        if isinstance(position, Native):
-            length = max(LENGTHS)
-            theta = position.frequencies(seen.head_dim, length, torch.float32, torch.device("cpu")).detach()
-    named = (
-        "the model's own"
-        if state.recipe.position is None or (position is None and not _written(state, seen))
-        else str(state.recipe.position)
-    )
+    changed = raw or any(rope.same(seen.rope) for rope, _, _ in state.frequencies)
     return LayerDescription(
         index=seen.index,
         name=seen.name,
-        position=named,
+        position=str(state.recipe.position) if changed and state.recipe.position is not None else "the model's own",
         mask=_mask(region),
-        cache="raw keys"
-        if layer.rope is not None or (position is not None and not position.rotates)
-        else "rotated keys",
+        cache="raw keys" if raw else "rotated keys" if seen.rope is not None else "keys",
         tau=tuple(_tau(layer, region, n, seen) for n in LENGTHS),
-        distances=tuple(_distance(layer, region, d, seen, theta) for d in DISTANCES),
+        distances=tuple(_distance(layer, region, d, seen) for d in DISTANCES),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
-    )
-
-
-def _written(state: Extension, seen: Attending) -> bool:
-    return (
-        any(
-            rope.module is seen.rope.module and rope.layer_type == seen.rope.layer_type
-            for rope, _, _ in state.frequencies
-        )
-        if seen.rope is not None
-        else False
     )
 
 
@@ -130,7 +112,7 @@ def _tau(layer: Layer, region: Region, n: int, seen: Attending) -> tuple[float, 
         return tuple(law.scale(count, seen.head_dim).flatten().tolist())
 
 
-def _distance(layer: Layer, region: Region, behind: int, seen: Attending, theta: torch.Tensor | None) -> float | None:
+def _distance(layer: Layer, region: Region, behind: int, seen: Attending) -> float | None:
     """The distance at which a key `behind` the last query is met, far from the start of the text; None if unseen."""
     at = 1 << 20
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):

@@ -33,6 +33,7 @@ class Extension:
     """What was done to a model."""
 
     recipe: Recipe
+    model_type: str
     layers: list[Attending]
     configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=dict)
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -60,7 +61,7 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
     recipe = _read(recipe, config, layers)
     _check(recipe, inner.config.model_type, layers, allow_untrained)
     plans = _plan(recipe, layers, _train_length(config), config.model_type)
-    state = Extension(recipe, layers)
+    state = Extension(recipe, inner.config.model_type, layers)
     try:
         _apply(model, state, plans, backend)
     except BaseException:
@@ -215,9 +216,7 @@ def _position(
     known = getattr(recipe.temperature, "train_length", None) or train_length
     position = fitted(recipe.position or RoPE(), rope, head_dim, known, kind)
     if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
-        raise ValueError(
-            f"{kind}: rotates part of a head and scales it (attention_scaling); {position} cannot be joined"
-        )
+        raise ValueError(f"{kind}: rotates part of a head and scales it, which {position} cannot be joined to")
     if not position.rotates:
         return position
     sinks, size = stream or (0, None)
@@ -226,9 +225,9 @@ def _position(
 
 def _apply(model: nn.Module, state: Extension, plans: list[_Plan], backend: str) -> None:
     _own_configs(model, state)
-    for old, new in state.configs.values():
+    for _, new in state.configs.values():
         new._attn_implementation = NAME
-    top = model.config
+    top: Any = model.config
     setattr(top, NAME, {"recipe": state.recipe.to_dict(), "backend": backend})
     top.attn_implementation = NAME  # in config.json: loading without the recipe fails instead of running without it
     if isinstance(state.recipe.position, CLEX):
@@ -259,7 +258,7 @@ def _only(types: set[str | None]) -> Any:
 
 
 def _write(state: Extension, rope: Rope, theta: Tensor) -> None:
-    if any(known.module is rope.module and known.layer_type == rope.layer_type for known, _, _ in state.frequencies):
+    if any(known.same(rope) for known, _, _ in state.frequencies):
         return
     state.frequencies.append((rope, rope.theta, rope.scaling))
     rope.write(theta, rope.scaling)
@@ -273,7 +272,7 @@ def _own_configs(model: nn.Module, state: Extension) -> None:
     for module in model.modules():
         given = module.__dict__.get("config")
         if id(given) in state.configs:
-            module.config = state.configs[id(given)][1]
+            module.config = state.configs[id(given)][1]  # type: ignore[assignment]
 
 
 def _undo(model: nn.Module, state: Extension) -> None:
@@ -290,7 +289,7 @@ def _undo(model: nn.Module, state: Extension) -> None:
     for module in model.modules():
         given = module.__dict__.get("config")
         if id(given) in back:
-            module.config = back[id(given)]
+            module.config = back[id(given)]  # type: ignore[assignment]
 
 
 def _unmark(config: PreTrainedConfig) -> None:
@@ -310,12 +309,10 @@ def _load_learned(model: nn.Module, folder: Path) -> None:
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name in wanted}
+            found |= {name: file.get_tensor(name) for name in set(file.keys()) & set(wanted)}
     missing = sorted(set(wanted) - set(found))
     if missing:
-        raise ValueError(
-            f"{folder}: expected the recipe's parameters {missing[:3]} among its weights, got none of them"
-        )
+        raise ValueError(f"{folder}: expected the recipe's parameters among its weights, {missing[:3]} are missing")
     with torch.no_grad():
         for name, x in wanted.items():
             x.copy_(found[name])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from isentrope.layout import Layout, layout_of, runs
+from isentrope.layout import Frames, Layout, layout_of, runs
 from isentrope.precision import readable
 
 PLAIN = (causal_mask_function, bidirectional_mask_function)
@@ -30,13 +30,13 @@ def frames_mask(
     """For `AttentionMaskInterface`: (origin, end, own slot) of each query, (batch, 1, queries, 3), or None.
 
     A query sees slots from its origin, its position 0, to the end, as far as its layer lets it. None stands for whole
-    rows whose last query is at the last key. Three numbers a query say all of padding, packing and the state of a cache,
-    so nothing here grows with queries × keys.
+    rows whose last query is at the last key. Three numbers a query say all of padding, packing and the state of a
+    cache, so nothing here grows with queries × keys.
     """
     if use_vmap:
         raise ValueError(_refused("a mask function was joined to the model's own"))
-    whole_rows = isinstance(q_offset, int) and isinstance(kv_offset, int) and kv_offset == 0
-    whole_rows = whole_rows and q_offset + q_length == kv_length
+    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    whole_rows = known and kv_offset == 0 and bool(q_offset + q_length == kv_length)
     padding = attention_mask if _any_padding(attention_mask) else None
     ids = _documents(mask_function, batch_size, q_length, device) if q_length == kv_length else None
     if whole_rows and padding is None and ids is None:
@@ -62,15 +62,19 @@ def layout_for(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected None or 0 and 1 of shape (batch, tokens), got {got}")
     if torch.compiler.is_compiling():
-        return Layout(batch, queries, keys, query.device, frames=mask[:, 0].unbind(-1))
+        return Layout(batch, queries, keys, query.device, frames=_frames(mask))
     known = getattr(mask, "_isentrope", None)
     if known is not None and known.keys == keys and known.device == query.device:
         return known
     with torch.inference_mode(False):  # or a later call could not save it for its backward
-        frames = mask.to(query.device, copy=True)[:, 0].unbind(-1)
-        layout = Layout(batch, queries, keys, query.device, frames=frames)
+        layout = Layout(batch, queries, keys, query.device, frames=_frames(mask.to(query.device, copy=True)))
     mask._isentrope = layout  # type: ignore[attr-defined]
     return layout
+
+
+def _frames(mask: Tensor) -> Frames:
+    origin, end, slot = mask[:, 0].unbind(-1)
+    return origin, end, slot
 
 
 def _refused(why: str) -> str:

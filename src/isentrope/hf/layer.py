@@ -77,18 +77,14 @@ class Layer(nn.Module):
             return self._plain(module, query, key, value, mask, layout, scaling, dropout)
         if dropout:
             raise ValueError(
-                f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; set it to 0 in the config"
+                f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; "
+                "set it to 0 in the config"
             )
         scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
         if scale is not None and self.rope is not None:
             scale = scale * self.rope.scaling**2
-        options = {
-            "causal": self.causal,
-            "mask": self.native,
-            "layout": layout,
-            "scale": scale,
-            "backend": self.backend,
-        }
+        options: dict[str, Any] = {"causal": self.causal, "mask": self.native, "layout": layout}
+        options |= {"scale": scale, "backend": self.backend}
         if sink_logits is None:
             out = attention(query, key, value, self.recipe, **options)
         else:
@@ -117,6 +113,11 @@ class Layer(nn.Module):
             module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=self.causal
         )
         return out
+
+
+def layer_of(module: nn.Module) -> Any:
+    """The `Layer` of an attention module, or None."""
+    return getattr(module, NAME, None)
 
 
 def _placed(layout: Layout, position_ids: Tensor | None) -> Layout:
@@ -180,11 +181,11 @@ def attention_forward(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """For `AttentionInterface`."""
-    layer = getattr(module, NAME, None)
+    layer = layer_of(module)
     if layer is None:
         raise RuntimeError(
-            "this model's config asks for an isentrope recipe that was not applied: load it with isentrope.load(folder), or "
-            "call isentrope.extend(model, recipe)"
+            "this model's config asks for an isentrope recipe that was not applied: load it with "
+            "isentrope.load(folder), or call isentrope.extend(model, recipe)"
         )
     return layer(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux), None
 

@@ -26,12 +26,12 @@ NAME = "isentrope_probe"
 POSITIONS = (0, 1, 5, 17, 43, 127)
 # arguments of transformers' attention functions that change scores in ways a recipe cannot carry
 UNKNOWN_ARGUMENTS = {
-    "softcap": "a soft cap on attention scores, which does not commute with a temperature (set it to None to do without)",
+    "softcap": "a soft cap on attention scores, which no temperature passes through (it can be set to None)",
     "position_bias": "a learned position bias on attention scores",
 }
 
 
-class Unsupported(ValueError):
+class UnsupportedModelError(ValueError):
     """A model that cannot be extended, and why."""
 
 
@@ -104,7 +104,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
     """Every attention layer of a model, in order; raises where one was not reached or not understood."""
     kind = model.config.model_type
     if model.config.is_encoder_decoder:
-        raise Unsupported(f"{kind}: attention across an encoder and a decoder is not supported")
+        raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")
     found = list(ropes(model))
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
@@ -112,7 +112,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
     expected = {name: module for name, module in model.named_modules() if _attends(module)}
     missed = [name for name, module in expected.items() if module not in turned.seen]
     if missed or not turned.seen:
-        raise Unsupported(
+        raise UnsupportedModelError(
             f"{kind}: {len(missed) or 'no'} attention layers do not go through transformers' AttentionInterface"
             f"{' (' + ', '.join(missed[:3]) + ')' if missed else ''}, so queries and keys cannot be reached"
         )
@@ -122,9 +122,9 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         where = f"{kind}: {names[module]} has"
         for argument, what in UNKNOWN_ARGUMENTS.items():
             if arguments.get(argument) is not None:
-                raise Unsupported(f"{where} {what}")
+                raise UnsupportedModelError(f"{where} {what}")
         if not isinstance(mask, Region):
-            raise Unsupported(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
+            raise UnsupportedModelError(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
         rope = _rotation(raw.seen[module][:2], (query, key), found, where)
         index = getattr(module, "layer_idx", None)
         layers.append(
@@ -156,13 +156,13 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
         for module in {rope.module for rope in found}:
             handle = module.register_forward_hook(_placed if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
-        size = model.get_input_embeddings().weight.shape[0]
+        size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
         try:
             model.base_model(input_ids=ids, **options)
         except Exception as error:
-            raise Unsupported(
+            raise UnsupportedModelError(
                 f"{model.config.model_type}: attention could not be followed through transformers' AttentionInterface: "
                 f"{type(error).__name__}: {error}"
             ) from error
@@ -186,7 +186,7 @@ def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Rope], where: str) -> Rope | None:
     """The frequencies that turn the raw queries and keys into the others; None if nothing turns."""
     if raw[0].is_meta:
-        raise Unsupported(f"{where} no data (meta device): load the weights before extending")
+        raise UnsupportedModelError(f"{where} no data (meta device): load the weights before extending")
     if all(torch.equal(a, b) for a, b in zip(raw, turned, strict=True)):
         return None
     positions = torch.tensor(POSITIONS, device=raw[0].device)[None]
@@ -202,7 +202,7 @@ def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: 
             pairs = zip(expected, turned, strict=True)
             if all((a - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
                 return replace(rope, interleaved=interleaved)
-    raise Unsupported(f"{where} a rotation that is neither of the two known layouts at the frequencies of its model")
+    raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
 
 
 def _scaled(x: Tensor, scaling: float, size: int) -> Tensor:

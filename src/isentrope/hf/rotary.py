@@ -54,6 +54,10 @@ class Rope:
     def kind(self) -> str:
         return self.parameters.get("rope_type", "default")
 
+    def same(self, other: Rope | None) -> bool:
+        """Whether both are the same frequencies of the same module."""
+        return other is not None and (self.module, self.layer_type) == (other.module, other.layer_type)
+
     def write(self, theta: Tensor, scaling: float) -> None:
         """Let the module turn at other frequencies."""
         setattr(self.module, self._named(FREQUENCIES), theta.to(self.theta.device))
@@ -83,8 +87,8 @@ def ropes(model: nn.Module) -> Iterator[Rope]:
 class Native(Position):
     """A position method at the frequencies of the model itself.
 
-    sinks, size: distances as in a cache that keeps `sinks` first tokens and a window of `size`, as StreamingLLM measures
-    them: a sink that has left the window stays at the distance where it left it.
+    sinks, size: distances as in a cache that keeps `sinks` first tokens and a window of `size`, which is how
+    StreamingLLM measures them: a sink that has left the window stays at the distance where it left it.
     """
 
     inner: Position
