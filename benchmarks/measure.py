@@ -1,10 +1,8 @@
-"""Timing and memory, and what a figure must carry to be worth keeping: hardware, versions, commit."""
+"""Timing and memory."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -14,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-import isentrope
 from isentrope.files import complete
+from isentrope.study.provenance import provenance
 
 
 def gpu_times(functions: Sequence[Callable[[], object]], repeats: int = 20, warm: int = 3) -> list[float]:
@@ -80,29 +78,6 @@ before = status("VmRSS")
 work()
 print(status("VmHWM") - before)
 """
-
-
-def provenance() -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
-    return {
-        "hardware": hardware,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "isentrope": isentrope.__version__,
-        "commit": os.environ.get("ISENTROPE_COMMIT", commit) or "unknown",
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def save(path: Path, rows: list[dict[str, object]]) -> None:

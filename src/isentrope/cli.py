@@ -64,3 +64,35 @@ def laws(
         Console().print(tables.laws(results))
         for path in (results, *figures.laws(results)):
             typer.echo(path)
+
+
+@app.command()
+def perplexity(
+    model: Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")],
+    texts: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl(.xz) with a 'text' a line.")],
+    recipe: Annotated[
+        list[str], typer.Option(help="Recipes to compare; 'plain' is the model as it is. Give it several times.")
+    ],
+    edges: Annotated[
+        str, typer.Option(help="Buckets of positions; the last is how many tokens of each document are read.")
+    ] = "0,4096,8192,12288,16384,24576,32768",
+    documents: Annotated[int, typer.Option(help="At most this many documents, the first that are long enough.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder for perplexity.json, .png and .svg.")] = Path("results/perplexity"),
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """Perplexity by position in long texts, under one recipe after another. What is already measured is kept."""
+    with _errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.report import figures, tables
+        from isentrope.study import perplexity as study
+
+        config = study.Config(tuple(recipe), tuple(int(edge) for edge in edges.split(",")))
+        loaded = study.load(model, device, dtype, gguf_file)
+        found = study.read(texts, model, gguf_file, config.length, documents)
+        results = study.run(loaded, Path(model).name, found, config, out)
+        Console().print(tables.perplexity(results))
+        for path in (results, *figures.perplexity(results)):
+            typer.echo(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from math import log, nan
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,44 @@ def _save(figure: Figure, path: Path) -> Path:
     with complete(path) as file:
         figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return path
+
+
+# Paul Tol's "bright" and "muted", one colour a position method; how a line is drawn says which temperature
+COLOURS = ("#777777", "#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#882255", "#332288", "#999933")
+
+
+def perplexity(results: Path) -> list[Path]:
+    """Perplexity against position for each recipe of `perplexity.json`, drawn beside it."""
+    data = json.loads(results.read_text(encoding="utf-8"))
+    edges, rows = data["config"]["edges"], data["rows"]
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    methods: dict[str, str] = {}
+    temperatures: dict[str, Any] = {}
+    lines = ("-", DASHES, DOTS, "-.")
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(10, 5.6), layout="constrained")
+        axes = figure.subplots()
+        for row in rows:
+            method, temperature = _split(row["recipe"])
+            colour = methods.setdefault(method, COLOURS[len(methods) % len(COLOURS)])
+            line = temperatures.setdefault(temperature, lines[len(temperatures) % len(lines)])
+            axes.plot(middles, row["perplexity"], color=colour, linestyle=line, marker="o", markersize=3, linewidth=1.4)
+            axes.fill_between(middles, row["low"], row["high"], color=colour, alpha=0.08, linewidth=0)
+        axes.set_yscale("log")
+        axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges])
+        axes.set_xlabel("position in the text (tokens)")
+        axes.set_ylabel("perplexity")
+        axes.set_title(f"Perplexity by position: {data['model']['name']}")
+        handles = [Line2D([], [], color=colour, label=name) for name, colour in methods.items()]
+        handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
+        axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return [_save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
+
+
+def _split(recipe: str) -> tuple[str, str]:
+    """A recipe's text as its method and its temperature."""
+    laws = ("infoscale", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted")
+    parts = recipe.split("+")
+    temperature = [part.split(":")[0] for part in parts if part.startswith(laws)]
+    method = "+".join(part for part in parts if not part.startswith(laws)) or "plain"
+    return method, f"+ {temperature[0]}" if temperature else "no temperature"

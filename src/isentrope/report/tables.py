@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -62,3 +63,37 @@ def _thinned(lengths: list[int]) -> list[int]:
     """At most SHOWN of the lengths, evenly, the first and the last among them."""
     step = ceil((len(lengths) - 1) / (SHOWN - 1))
     return [*lengths[:-1:step], lengths[-1]]
+
+
+def perplexity(results: Path) -> Table:
+    """One row for each recipe of `perplexity.json`, one column for each bucket of positions."""
+    data = json.loads(results.read_text(encoding="utf-8"))
+    edges = data["config"]["edges"]
+    texts = max(row["texts"] for row in data["rows"])
+    table = Table(
+        title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
+        caption="The best recipe of each bucket is bold.",
+        box=box.SIMPLE_HEAD,
+        title_style="bold",
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("recipe")
+    for low, high in pairwise(edges):
+        table.add_column(f"{_thousands(low)}–{_thousands(high)}", justify="right")
+    best = [min(values) for values in zip(*(row["perplexity"] for row in data["rows"]), strict=True)]
+    for row in data["rows"]:
+        pairs = zip(row["perplexity"], best, strict=True)
+        table.add_row(row["recipe"], *(_perplexity(x, bold=x == least) for x, least in pairs))
+    return table
+
+
+def _perplexity(x: float, bold: bool) -> str:
+    text = f"{x:.3g}" if x >= 100 else f"{x:.2f}"
+    return f"[bold]{text}[/bold]" if bold else text
+
+
+def _thousands(n: int) -> str:
+    return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)

@@ -1,0 +1,213 @@
+"""Perplexity of a causal model by position in the text, under one recipe after another."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from isentrope.data.text import documents
+from isentrope.files import complete
+from isentrope.hf.extend import extended
+from isentrope.study.provenance import provenance
+
+PLAIN = "plain"
+LOGITS_AT_ONCE = 1 << 26  # entries of the logits held at a time
+DRAWS = 2000  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Config:
+    """edges: the buckets of positions, the first at 0 and the last the number of tokens read of each document."""
+
+    recipes: tuple[str, ...]
+    edges: tuple[int, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.recipes or len(set(self.recipes)) != len(self.recipes):
+            raise ValueError(f"recipes: expected one or more, each once, got {list(self.recipes)}")
+        if len(self.edges) < 2 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
+            raise ValueError(f"edges: expected increasing positions from 0 on, got {list(self.edges)}")
+
+    @property
+    def length(self) -> int:
+        return self.edges[-1]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document in tokens."""
+
+    name: str
+    sha256: str
+    tokens: tuple[int, ...]
+
+
+def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
+    """A causal model from a folder or the hub."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype: expected bfloat16, float16, float32 or auto, got {dtype!r}")
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
+    return model.to(device)
+
+
+def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, most: int) -> list[Text]:
+    """The first documents that are long enough, in tokens of the model's own tokenizer."""
+    tokenizer: Any = None
+    texts: list[Text] = []
+    for document in documents(paths):
+        tokens = document.tokens
+        if tokens is None:
+            if document.text is None or len(document.text) < length:
+                continue
+            if tokenizer is None:
+                options = {"gguf_file": gguf_file} if gguf_file else {}
+                tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            tokens = tuple(tokenizer(document.text)["input_ids"])
+        if len(tokens) >= length:
+            texts.append(Text(document.name, document.sha256, tokens[:length]))
+        if len(texts) == most:
+            break
+    return texts
+
+
+def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
+    """Measure every recipe on every text and write `perplexity.json` into the folder `out`.
+
+    A cell (recipe × text) that the file already holds is not measured again.
+    """
+    short = [text.name for text in texts if len(text.tokens) < config.length]
+    if short or not texts:
+        raise ValueError(f"texts: expected documents of {config.length} tokens or more, got {short or 'none'}")
+    results = out / "perplexity.json"
+    out.mkdir(parents=True, exist_ok=True)
+    head = {
+        "model": {"name": name, "type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")},
+        "config": asdict(config),
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
+    }
+    head = json.loads(json.dumps(head))
+    cells = _held(results, head)
+    todo = [(recipe, text) for recipe in config.recipes for text in texts if (recipe, text.sha256) not in cells]
+    model.eval()
+    if todo:
+        _audit(model, torch.tensor(texts[0].tokens[:32]))
+    for recipe, text in _with_progress(todo):
+        cells[recipe, text.sha256] = _cell(model, recipe, text, config)
+        ordered = [cells[r, t.sha256] for r in config.recipes for t in texts if (r, t.sha256) in cells]
+        _save(
+            results,
+            head
+            | {
+                "run": provenance() | {"transformers": transformers.__version__},
+                "cells": ordered,
+                "rows": _rows(config, ordered),
+            },
+        )
+    return results
+
+
+def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """-ln p of every token but the first, (tokens - 1,) in fp32; the whole table of logits is never held."""
+    with torch.inference_mode():
+        ids = tokens.to(model.device)[None]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        head = model.get_output_embeddings()
+        step = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        losses = [
+            F.cross_entropy(head(hidden[at : at + step][: len(tokens) - 1 - at]).float(), part, reduction="none")
+            for at in range(0, len(tokens) - 1, step)
+            for part in [ids[0, at + 1 : at + 1 + step]]
+        ]
+    return torch.cat(losses)
+
+
+def _audit(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Make sure that a model's logits are its output embedding on its last hidden state, and nothing more."""
+    with torch.inference_mode():
+        logits = model(input_ids=tokens.to(model.device)[None], use_cache=False).logits[0, :-1].float()
+    expected = F.cross_entropy(logits, tokens[1:].to(model.device), reduction="none")
+    if not torch.allclose(token_losses(model, tokens), expected, atol=2e-2, rtol=1e-2):
+        raise ValueError(f"{model.config.model_type}: its logits are not its output embedding alone; not supported")
+
+
+def _cell(model: PreTrainedModel, recipe: str, text: Text, config: Config) -> dict[str, Any]:
+    tokens = torch.tensor(text.tokens[: config.length])
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with nullcontext() if recipe == PLAIN else extended(model, recipe):
+        start = time.perf_counter()
+        losses = token_losses(model, tokens).double().cpu()
+        seconds = time.perf_counter() - start
+    # the token at position i is predicted from i tokens before it
+    sums = [losses[max(a, 1) - 1 : b - 1].sum().item() for a, b in pairwise(config.edges)]
+    peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None
+    return {"recipe": recipe, "text": text.sha256, "loss": sums, "seconds": seconds, "peak_bytes": peak}
+
+
+def _rows(config: Config, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per recipe and bucket: perplexity over all texts, with a 95 % bootstrap interval over texts."""
+    counts = np.array([b - max(a, 1) for a, b in pairwise(config.edges)])
+    rows = []
+    for recipe in config.recipes:
+        losses = np.array([cell["loss"] for cell in cells if cell["recipe"] == recipe])
+        if not len(losses):
+            continue
+        mean = losses / counts
+        draws = np.random.default_rng(config.seed).integers(0, len(mean), (DRAWS, len(mean)))
+        low, high = np.percentile(mean[draws].mean(1), (2.5, 97.5), axis=0)
+        ppl = [[_exp(x) for x in values] for values in (mean.mean(0), low, high)]
+        rows.append({"recipe": recipe, "texts": len(losses), "perplexity": ppl[0], "low": ppl[1], "high": ppl[2]})
+    return rows
+
+
+def _exp(x: float) -> float:
+    return exp(min(float(x), log(1e300)))
+
+
+def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Cells of an earlier run of the same model, buckets and seed."""
+    if not results.exists():
+        return {}
+    data = json.loads(results.read_text(encoding="utf-8"))
+    same = data["model"] == head["model"] and all(
+        data["config"][key] == head["config"][key] for key in ("edges", "seed")
+    )
+    if not same:
+        raise ValueError(f"{results}: holds another model or other buckets; choose another folder")
+    return {(cell["recipe"], cell["text"]): cell for cell in data["cells"]}
+
+
+def _save(path: Path, data: dict[str, Any]) -> None:
+    with complete(path) as partial:
+        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def _with_progress(todo: list[tuple[str, Text]]) -> Iterator[tuple[str, Text]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(todo), what="")
+        for recipe, text in todo:
+            progress.update(task, what=recipe)
+            yield recipe, text
+            progress.advance(task)

@@ -1,0 +1,45 @@
+"""What a result must carry to be worth keeping: where, when and with what it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isentrope import __version__
+
+
+def provenance() -> dict[str, Any]:
+    return {
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "isentrope": __version__,
+        "commit": os.environ.get("ISENTROPE_COMMIT") or _commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _commit() -> str:
+    """The commit of the source tree that runs, marked where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
