@@ -96,3 +96,7 @@ def perplexity(
         Console().print(tables.perplexity(results))
         for path in (results, *figures.perplexity(results)):
             typer.echo(path)
+
+
+if __name__ == "__main__":
+    app()
