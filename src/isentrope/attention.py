@@ -144,7 +144,7 @@ def _geometry(
     causal: bool,
     lengths: Tensor | Sequence[int] | None,
     position_ids: PositionIds | None,
-    layout: Layout | None,
+    layout: Layout | None = None,
 ) -> tuple[Layout, Region]:
     """Where tokens sit, and what each query may see."""
     if call_mask is not None and not isinstance(call_mask, Mask):
@@ -222,7 +222,7 @@ def _calls(
 
 def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:
     """What a part says about a layout; a part that learns, or may change otherwise, is asked every time."""
-    frozen = isinstance(part, (Temperature, Position)) and not isinstance(part, torch.nn.Module)
+    frozen = isinstance(part, (Temperature, Position)) and not part.learns
     return layout.remember((part, *sizes), make) if frozen else make()
 
 

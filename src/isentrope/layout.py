@@ -158,10 +158,10 @@ class Layout:
         """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
         return self.remember(("bounds", region), lambda: self._bounds(region))
 
-    def visible(self, region: Region, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+    def visible(self, region: Region, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Visible pairs, (batch or 1, 1, rows, columns)."""
-        low, high = (bound[:, rows, :, None] for bound in self.bounds(region))
-        slots = self.slots[columns]
+        low, high = (bound[:, rows or slice(None), :, None] for bound in self.bounds(region))
+        slots = self.slots[columns or slice(None)]
         return ((slots >= low) & (slots < high)).any(2)[:, None]
 
     def _bounds(self, region: Region) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ class Part:
 
     # whether a model that was trained without the part does not work with it
     needs_training = False
+    # whether the part has parameters, so that what it says may change from call to call
+    learns = False
 
     def idle(self, length: int) -> bool:
         """Whether rows of up to `length` keys come out exactly as without the part, in a model with plain RoPE."""

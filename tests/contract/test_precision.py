@@ -49,18 +49,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def eager(recipe, setting, causal, dtype, device):
-    """Output, lse, entropy, dq, dk, dv of attention as one would write it by hand in this dtype."""
+    """Output, lse, entropy, dq, dk, dv of attention as one would write it by hand in this dtype.
+
+    And the size of the numbers that entropy is a difference of: lse, mean score and mean bias.
+    """
     q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
     recipe = recipe.resolved()
     options = setting.arguments(device)
     layout, region = _geometry(
         q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
     )
-    scores = None
+    scores = size = None
     for call in _calls(q, k, v, recipe, layout, region, None, False):
         s = call.scale * (call.q @ call.k.repeat_interleave(call.groups, 1).mT)
+        terms = s.detach().float().abs()
         if (bias := call.bias()) is not None:
             s = s + bias.to(dtype)
+            terms = terms + bias.float().abs()
+        size = torch.where(call.mask(), terms, torch.zeros_like(terms) if size is None else size)
         scores = torch.where(call.mask(), s, torch.full_like(s, -torch.inf) if scores is None else scores)
     seen = (scores > -torch.inf).any(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(~seen, 0), -1, dtype=torch.float32) * seen
@@ -68,7 +74,9 @@ def eager(recipe, setting, causal, dtype, device):
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gradients = torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
     results = [out, torch.logsumexp(scores.float(), -1), torch.special.entr(p).sum(-1), *gradients]
-    return [x.detach() for x in results]
+    lse = results[1].detach().abs()
+    size = torch.where(lse.isfinite(), lse, 0) + (p.detach() * size).sum(-1)
+    return [x.detach() for x in results], size.double().norm().item()
 
 
 def distance(x, reference):
@@ -82,17 +90,16 @@ def check(recipe, setting, causal, backend, dtype, device):
     # the reference sees the rounded inputs: what is judged is the computation
     rounded = [x.double() for x in setting.tensors(dtype, device)]
     truth = _reference(recipe, setting, causal, rounded, device)
-    plain = eager(recipe, setting, causal, dtype, device)
+    plain, subtracted = eager(recipe, setting, causal, dtype, device)
     gradients = not (backend == "flex" and device == "cpu")
     ours = run(recipe, setting, causal, backend, dtype, device, gradients)
     eps = torch.finfo(dtype).eps
     # the GPU's fp32 kernel multiplies in three TF32 products, whose small parts it drops
     tf32 = (backend, dtype, device) == ("sdpa", torch.float32, "cuda")
-    lse, entropy = (truth[NAMES.index(name)] for name in ("lse", "entropy"))
-    cancelled = max(1.0, float(lse[lse.isfinite()].norm() / entropy.norm().clamp_min(1e-30)))
+    entropy = truth[NAMES.index("entropy")].norm().item()
     for name, a, b, c in zip(NAMES, ours, plain, truth, strict=False):
-        # entropy is the difference of lse and a mean score: one rounding of those, not of what is left
-        floor = (2 if tf32 else 1) * eps * cancelled if name == "entropy" else 2 * eps if tf32 else 0
+        # entropy is a difference: one rounding of what is subtracted, not of what is left
+        floor = eps * subtracted / max(entropy, 1e-30) if name == "entropy" else 2 * eps if tf32 else 0
         bound = (3 if tf32 else 2) * distance(b, c) + floor
         assert distance(a, c) <= bound, f"{name} of {recipe} causal={causal} {setting} on {backend} in {dtype}"
 

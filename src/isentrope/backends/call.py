@@ -56,12 +56,13 @@ class Call:
         """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
         return self.layout.count("visible", self.region)[:, None]
 
-    def mask(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+    def mask(self, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         return self.layout.visible(self.region, rows, columns)
 
-    def bias(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor | None:
+    def bias(self, rows: slice | None = None, columns: slice | None = None) -> Tensor | None:
         """-slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
         if self.slopes is None:
             return None
+        rows, columns = rows or slice(None), columns or slice(None)
         distance = (self.layout.query[:, None, rows, None] - self.layout.key[:, None, None, columns]).abs()
         return -self.slopes[:, None, None] * distance

@@ -45,5 +45,11 @@ class PoSECollator:
         if key not in self.generators:
             # a worker's seed differs from epoch to epoch; without workers the stream simply goes on
             seed = self.seed if worker is None else self.seed + worker.seed
+            seed += 0x9E3779B97F4A7C15 * _rank()  # processes that train together draw different positions
             self.generators[key] = torch.Generator().manual_seed(seed % (1 << 63))
         return self.generators[key]
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

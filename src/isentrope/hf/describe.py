@@ -12,6 +12,7 @@ from isentrope.hf.layer import Layer, layer_of
 from isentrope.hf.probe import Attending
 from isentrope.hf.rotary import Native
 from isentrope.layout import Layout
+from isentrope.positions import CLEX
 from isentrope.region import Region
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -25,7 +26,7 @@ class LayerDescription:
     tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head).
     distances: the distance at which a query deep in a text meets a key that is `DISTANCES` behind; None if unseen.
     slowest, fastest: the longest and shortest wavelength of the rotary pairs, in tokens; None without rotation.
-    cache: "rotated keys" or "raw keys".
+    cache: "rotated keys", "raw keys", or "keys" where the model does not rotate them.
     """
 
     index: int
@@ -84,7 +85,8 @@ def _layer(state: Extension, seen: Attending) -> LayerDescription:
     raw = position is not None
     theta = None
     if isinstance(position, Native):
-        length = max(LENGTHS)
+        inner = position.inner
+        length = inner.train_length * inner.max_factor if isinstance(inner, CLEX) else max(LENGTHS)
         theta = position.frequencies(seen.head_dim, length, torch.float32, torch.device("cpu")).detach()
     elif seen.rope is not None and not raw:
         theta = seen.rope.theta.float().cpu()

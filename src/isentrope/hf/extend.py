@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
+from isentrope.attention import BACKENDS
 from isentrope.hf.layer import NAME, Layer
 from isentrope.hf.probe import Attending, configs, probe, unrotated
 from isentrope.hf.rotary import Native, Rope, fitted, scaled, streaming
@@ -49,32 +53,28 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
 
     Raises ValueError, and leaves the model as it was, where the recipe or the model cannot be carried out.
     """
-    if not isinstance(model, nn.Module) or not any(isinstance(m, PreTrainedModel) for m in model.modules()):
+    inner = _inner(model)
+    if inner is None:
         raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
-    if (state := getattr(model, STATE, None)) is not None:
+    if (state := _state(inner)) is not None:
         raise ValueError(f"model: already extended with {str(state.recipe)!r}; call isentrope.restore(model) first")
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
-    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    config = inner.config.get_text_config()
-    layers = probe(inner)
-    recipe = _read(recipe, config, layers)
-    _check(recipe, inner.config.model_type, layers, allow_untrained)
-    plans = _plan(recipe, layers, _train_length(config), config.model_type)
-    state = Extension(recipe, inner.config.model_type, layers)
-    try:
-        _apply(model, state, plans, backend)
-    except BaseException:
-        _undo(model, state)
-        raise
-    setattr(model, STATE, state)
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    kind, layers = inner.config.model_type, probe(inner)
+    recipe = _read(recipe, inner.config.get_text_config(), layers)
+    _check(recipe, kind, layers)
+    _check_trained(recipe, kind, allow_untrained)
+    _extend(model, inner, Extension(recipe, kind, layers), backend)
     return model
 
 
 def restore(model: Model) -> Model:
     """Undo `extend`: the model is what it was, bit for bit. Parameters that the recipe added are dropped."""
-    _undo(model, extension(model))
-    delattr(model, STATE)
+    inner = _inner(model)
+    _undo(model, inner, extension(model))
+    delattr(inner, STATE)
     return model
 
 
@@ -93,7 +93,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
     options go to `from_pretrained`. Raises ValueError where there is no recipe, or its learned parameters are missing.
     """
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **_hub(options))
+    config = copy.deepcopy(options.pop("config", None)) or AutoConfig.from_pretrained(folder, **_hub(options))
     saved = getattr(config, NAME, None)
     if not isinstance(saved, dict) or "recipe" not in saved:
         raise ValueError(f"{folder}: expected a config.json with an isentrope recipe, got none; was it extended?")
@@ -104,20 +104,44 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {config.architectures}")
     recipe = Recipe.from_dict(saved["recipe"])
     options.setdefault("attn_implementation", "sdpa" if kind._supports_sdpa else "eager")
-    with warnings.catch_warnings():
-        model = kind.from_pretrained(folder, config=config, **options)
-    extend(model, recipe, allow_untrained=True, backend=saved.get("backend", "auto"))
+    model: PreTrainedModel = kind.from_pretrained(folder, config=config, **options)
+    layers = probe(model)
+    recipe = _read(recipe, model.config.get_text_config(), layers)
+    _check(recipe, model.config.model_type, layers)
+    state = Extension(recipe, model.config.model_type, layers)
+    _extend(model, model, state, saved.get("backend", "auto"))
     if recipe.learned:
-        _load_learned(model, Path(folder))
+        _load_learned(model, folder, _hub(options))
     return model
 
 
 def extension(model: nn.Module) -> Extension:
     """How a model was extended, or an error."""
-    state = getattr(model, STATE, None)
+    state = _state(_inner(model))
     if state is None:
         raise ValueError("model: expected a model that isentrope.extend was called on, got one that is not extended")
     return state
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model in a wrapper such as PEFT's, or None."""
+    found = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in found if isinstance(module, PreTrainedModel)), None)
+
+
+def _state(inner: Any) -> Extension | None:
+    return None if inner is None else inner.__dict__.get(STATE)
+
+
+def _extend(model: nn.Module, inner: PreTrainedModel, state: Extension, backend: str) -> None:
+    config = inner.config.get_text_config()
+    plans = _plan(state.recipe, state.layers, config)
+    try:
+        _apply(model, inner, state, plans, backend)
+    except BaseException:
+        _undo(model, inner, state)
+        raise
+    setattr(inner, STATE, state)
 
 
 def _read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]) -> Recipe:
@@ -128,11 +152,14 @@ def _read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending
         "heads": layers[0].heads,
         "dim": turning.pop() if len(turning) == 1 else None,
     }
-    if isinstance(recipe, str):
-        return Recipe.parse(recipe, **known)
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, (Recipe, str)):
         raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
-    return copy.deepcopy(recipe)  # what it learns belongs to this model
+    # what a recipe learns belongs to one model
+    recipe = Recipe.parse(recipe, **known) if isinstance(recipe, str) else copy.deepcopy(recipe)
+    recipe = recipe.resolved()
+    if recipe.position is None:
+        return recipe
+    return replace(recipe, position=recipe.position.resolved(known["train_length"]))
 
 
 def _train_length(config: PreTrainedConfig) -> int | None:
@@ -143,7 +170,7 @@ def _train_length(config: PreTrainedConfig) -> int | None:
     return found or getattr(config, "max_position_embeddings", None)
 
 
-def _check(recipe: Recipe, kind: str, layers: list[Attending], allow_untrained: bool) -> None:
+def _check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
     untrained = [part for part in (recipe.score, recipe.position, recipe.temperature) if _needs_training(part)]
     if untrained:
         what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
@@ -152,13 +179,20 @@ def _check(recipe: Recipe, kind: str, layers: list[Attending], allow_untrained: 
                 f"{what}, and does not work with it before it is; to train it, or to see, pass allow_untrained=True"
             )
         warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
+
+
+def _check(recipe: Recipe, kind: str, layers: list[Attending]) -> None:
     if recipe.position is not None and all(layer.rope is None for layer in layers):
         raise ValueError(
             f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
         )
-    heads = getattr(recipe.temperature, "heads", None)
-    if heads is not None and any(layer.heads != heads for layer in layers):
-        raise ValueError(f"{kind}: has {layers[0].heads} attention heads, {recipe.temperature} {heads}")
+    if recipe.temperature is None:
+        return
+    for layer in layers:
+        law = recipe.for_layer(layer.index).temperature
+        tau = law.scale(torch.full((1, 1, 1), 1 << 20), layer.head_dim)
+        if tau.shape[-2] not in (1, layer.heads):
+            raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {tau.shape[-2]}")
 
 
 def _needs_training(part: Any) -> bool:
@@ -174,7 +208,7 @@ class _Plan:
     theta: Tensor | None = None
 
 
-def _plan(recipe: Recipe, layers: list[Attending], train_length: int | None, kind: str) -> list[_Plan]:
+def _plan(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig) -> list[_Plan]:
     shared: dict[tuple[int, str | None], Position] = {}
     plans = []
     for layer in layers:
@@ -189,7 +223,7 @@ def _plan(recipe: Recipe, layers: list[Attending], train_length: int | None, kin
             continue
         key = (id(rope.module), rope.layer_type)
         if key not in shared:
-            shared[key] = _position(recipe, rope, layer.head_dim, train_length, stream, kind)
+            shared[key] = _position(recipe, rope, layer.head_dim, stream, config.model_type)
         position = shared[key]
         if isinstance(position, Native) and position.size is None and position.inner.keys_cacheable:
             # one angle a position: the model's own rotary module rotates, and its cache holds rotated keys
@@ -207,14 +241,13 @@ def _reached(layer: Attending, layers: list[Attending]) -> bool:
     """
     windowed = any(span.low > float("-inf") for span in layer.band.spans)
     own = layer.rope is not None and layer.rope.layer_type is not None
-    return not (windowed and own and any(other.rope is not layer.rope for other in layers))
+    return not (
+        windowed and own and any(other.rope is not None and not other.rope.same(layer.rope) for other in layers)
+    )
 
 
-def _position(
-    recipe: Recipe, rope: Rope, head_dim: int, train_length: int | None, stream: tuple[int, int] | None, kind: str
-) -> Position:
-    known = getattr(recipe.temperature, "train_length", None) or train_length
-    position = fitted(recipe.position or RoPE(), rope, head_dim, known, kind)
+def _position(recipe: Recipe, rope: Rope, head_dim: int, stream: tuple[int, int] | None, kind: str) -> Position:
+    position = fitted(recipe.position or RoPE(), rope, kind)
     if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
         raise ValueError(f"{kind}: rotates part of a head and scales it, which {position} cannot be joined to")
     if not position.rotates:
@@ -223,16 +256,15 @@ def _position(
     return Native(position, rope, sinks, size)
 
 
-def _apply(model: nn.Module, state: Extension, plans: list[_Plan], backend: str) -> None:
+def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: list[_Plan], backend: str) -> None:
     _own_configs(model, state)
     for _, new in state.configs.values():
         new._attn_implementation = NAME
-    top: Any = model.config
+    top: Any = inner.config
     setattr(top, NAME, {"recipe": state.recipe.to_dict(), "backend": backend})
     top.attn_implementation = NAME  # in config.json: loading without the recipe fails instead of running without it
     if isinstance(state.recipe.position, CLEX):
-        device = next(iter(model.parameters())).device
-        setattr(model, SHARED, state.recipe.position.to(device).train(model.training))
+        setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
     for layer, plan in zip(state.layers, plans, strict=True):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
@@ -251,6 +283,8 @@ def _only(types: set[str | None]) -> Any:
     """A hook that leaves queries and keys unrotated in layers of these types."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+            raise RuntimeError("the attention implementation was changed: call isentrope.restore(model) before that")
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         return unrotated(module, args, kwargs, output) if types == {None} or layer_type in types else output
 
@@ -275,7 +309,7 @@ def _own_configs(model: nn.Module, state: Extension) -> None:
             module.config = state.configs[id(given)][1]  # type: ignore[assignment]
 
 
-def _undo(model: nn.Module, state: Extension) -> None:
+def _undo(model: nn.Module, inner: PreTrainedModel, state: Extension) -> None:
     for handle in state.handles:
         handle.remove()
     for rope, theta, scaling in state.frequencies:
@@ -283,8 +317,8 @@ def _undo(model: nn.Module, state: Extension) -> None:
     for layer in state.layers:
         if hasattr(layer.module, NAME):
             delattr(layer.module, NAME)
-    if hasattr(model, SHARED):
-        delattr(model, SHARED)
+    if hasattr(inner, SHARED):
+        delattr(inner, SHARED)
     back = {id(new): old for old, new in state.configs.values()}
     for module in model.modules():
         given = module.__dict__.get("config")
@@ -303,16 +337,28 @@ def _hub(options: dict[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
 
 
-def _load_learned(model: nn.Module, folder: Path) -> None:
+def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
     """Parameters of the recipe, which transformers does not know."""
     wanted = {name: x for name, x in model.named_parameters() if f"{NAME}." in name or name.startswith(SHARED)}
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weights(folder, hub):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in set(file.keys()) & set(wanted)}
-    missing = sorted(set(wanted) - set(found))
-    if missing:
-        raise ValueError(f"{folder}: expected the recipe's parameters among its weights, {missing[:3]} are missing")
-    with torch.no_grad():
-        for name, x in wanted.items():
-            x.copy_(found[name])
+    for name, x in wanted.items():
+        if name not in found:
+            raise ValueError(f"{folder}: expected the recipe's parameter {name} among its weights, got none")
+        if found[name].shape != x.shape:
+            raise ValueError(f"{folder}: expected {name} of shape {tuple(x.shape)}, got {tuple(found[name].shape)}")
+        x.data = found[name].to(x.device)
+
+
+def _weights(folder: str | Path, hub: dict[str, Any]) -> list[str]:
+    """The files of a model's weights, in a folder or on the hub."""
+    options = hub | {"_raise_exceptions_for_missing_entries": False}
+    # an index may have stayed behind when a model was saved anew in one file
+    if (single := cached_file(folder, SAFE_WEIGHTS_NAME, **options)) is not None:
+        return [single]
+    if (index := cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
+        raise ValueError(f"{folder}: expected weights as safetensors, got none")
+    names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+    return [str(cached_file(folder, name, **hub)) for name in names]

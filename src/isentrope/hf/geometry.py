@@ -50,7 +50,8 @@ def frames_mask(
     if ids is not None:
         low, high = runs(ids)
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
-    return torch.stack((origin, end, slot), -1)[:, None]
+    # 32 bits: no caller hands over a mask of his own in them
+    return torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
 
 
 def layout_for(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
@@ -58,7 +59,7 @@ def layout_for(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if mask is None:
         return layout_of(batch, queries, keys, query.device)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int64 or mask.shape[1:] != (1, queries, 3):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:] != (1, queries, 3):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected None or 0 and 1 of shape (batch, tokens), got {got}")
     if torch.compiler.is_compiling():
@@ -73,7 +74,7 @@ def layout_for(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
 
 
 def _frames(mask: Tensor) -> Frames:
-    origin, end, slot = mask[:, 0].unbind(-1)
+    origin, end, slot = mask[:, 0].to(torch.int64).unbind(-1)
     return origin, end, slot
 
 

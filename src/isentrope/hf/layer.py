@@ -80,6 +80,8 @@ class Layer(nn.Module):
                 f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; "
                 "set it to 0 in the config"
             )
+        if (dtype := _autocast(query.device.type)) is not None:  # as SDPA does
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
         if scale is not None and self.rope is not None:
             scale = scale * self.rope.scaling**2
@@ -104,8 +106,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The model's own attention, bit for bit: its rotation in its dtype, and transformers' SDPA."""
         if self.rope is not None:
-            query = self.rope.turn(query, layout.query, layout)
-            key = self.rope.turn(key, layout.key, layout)
+            query = self.rope.rotated(query, layout.query, layout)
+            key = self.rope.rotated(key, layout.key, layout)
         region = layout.simplify(self.native.shown)
         needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
         dense = None if mask is None and needless else layout.visible(region)
@@ -113,6 +115,13 @@ class Layer(nn.Module):
             module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=self.causal
         )
         return out
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    """The dtype that autocast asks for on a device, or None."""
+    if device not in ("cpu", "cuda", "mps", "xpu") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def layer_of(module: nn.Module) -> Any:
@@ -126,11 +135,13 @@ def _placed(layout: Layout, position_ids: Tensor | None) -> Layout:
         return layout
     if torch.compiler.is_compiling():
         return _place(layout, position_ids)
+    if position_ids.is_inference():  # has no version to tell whether it was changed
+        return _place(layout, position_ids)
     # looked at once a forward pass: all layers are handed the same tensor
-    known, placed = getattr(position_ids, "_isentrope", (None, None))
-    if known is not layout or placed is None:
+    known, version, placed = getattr(position_ids, "_isentrope", (None, None, layout))
+    if known is not layout or version != position_ids._version:
         placed = _place(layout, position_ids)
-        position_ids._isentrope = (layout, placed)  # type: ignore[attr-defined]
+        position_ids._isentrope = (layout, position_ids._version, placed)  # type: ignore[attr-defined]
     return placed
 
 
@@ -178,6 +189,7 @@ def attention_forward(
     dropout: float = 0.0,
     position_ids: Tensor | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """For `AttentionInterface`."""
@@ -186,6 +198,10 @@ def attention_forward(
         raise RuntimeError(
             "this model's config asks for an isentrope recipe that was not applied: load it with "
             "isentrope.load(folder), or call isentrope.extend(model, recipe)"
+        )
+    if is_causal is not None and is_causal != layer.causal:
+        raise ValueError(
+            f"is_causal: this layer was extended with is_causal={layer.causal}; restore the model to change it"
         )
     return layer(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux), None
 

@@ -18,17 +18,19 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from isentrope.fold import angles, rotate
-from isentrope.hf.rotary import Rope, ropes
+from isentrope.hf.rotary import ROUNDINGS, Rope, ropes
 from isentrope.region import Region, band
 
 NAME = "isentrope_probe"
-POSITIONS = (0, 1, 5, 17, 43, 127)
+POSITIONS = (0, 1, 5, 11, 23, 47)  # short enough for any model
 # arguments of transformers' attention functions that change scores in ways a recipe cannot carry
 UNKNOWN_ARGUMENTS = {
     "softcap": "a soft cap on attention scores, which no temperature passes through (it can be set to None)",
     "position_bias": "a learned position bias on attention scores",
 }
+
+
+UNREACHED = "its attention does not go through transformers' AttentionInterface, so queries and keys are out of reach"
 
 
 class UnsupportedModelError(ValueError):
@@ -105,6 +107,8 @@ def probe(model: PreTrainedModel) -> list[Attending]:
     kind = model.config.model_type
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")
+    if model.device.type == "meta":
+        raise UnsupportedModelError(f"{kind}: has no data (meta device); load the weights before extending")
     found = list(ropes(model))
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
@@ -112,10 +116,8 @@ def probe(model: PreTrainedModel) -> list[Attending]:
     expected = {name: module for name, module in model.named_modules() if _attends(module)}
     missed = [name for name, module in expected.items() if module not in turned.seen]
     if missed or not turned.seen:
-        raise UnsupportedModelError(
-            f"{kind}: {len(missed) or 'no'} attention layers do not go through transformers' AttentionInterface"
-            f"{' (' + ', '.join(missed[:3]) + ')' if missed else ''}, so queries and keys cannot be reached"
-        )
+        which = f" ({', '.join(missed[:3])}{', …' if len(missed) > 3 else ''})" if missed else ""
+        raise UnsupportedModelError(f"{kind}: {UNREACHED}{which}")
     names = {module: name for name, module in model.named_modules()}
     layers = []
     for order, (module, (query, key, mask, arguments)) in enumerate(turned.seen.items()):
@@ -161,11 +163,13 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
         try:
             model.base_model(input_ids=ids, **options)
+        except UnsupportedModelError:
+            raise
         except Exception as error:
-            raise UnsupportedModelError(
-                f"{model.config.model_type}: attention could not be followed through transformers' AttentionInterface: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            kind = model.config.model_type
+            if not recorder.seen:
+                raise UnsupportedModelError(f"{kind}: {UNREACHED}") from error
+            raise UnsupportedModelError(f"{kind}: attention could not be followed: {error}") from error
     return recorder
 
 
@@ -185,8 +189,6 @@ def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Rope], where: str) -> Rope | None:
     """The frequencies that turn the raw queries and keys into the others; None if nothing turns."""
-    if raw[0].is_meta:
-        raise UnsupportedModelError(f"{where} no data (meta device): load the weights before extending")
     if all(torch.equal(a, b) for a, b in zip(raw, turned, strict=True)):
         return None
     positions = torch.tensor(POSITIONS, device=raw[0].device)[None]
@@ -194,19 +196,21 @@ def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: 
     for rope in found:
         if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
             continue
-        turn = angles(positions, rope.theta.to(raw[0].device, torch.float32), torch.float32)
-        assert turn is not None
-        cos, sin = turn[0], turn[1]
         for interleaved in (False, True):
-            expected = [_scaled(rotate(x.float(), cos, sin, interleaved), rope.scaling, 2 * cos.shape[-1]) for x in raw]
-            pairs = zip(expected, turned, strict=True)
-            if all((a - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
-                return replace(rope, interleaved=interleaved)
+            alike = replace(rope, interleaved=interleaved)
+            pairs = [(alike.rotated(x, positions), y) for x, y in zip(raw, turned, strict=True)]
+            if all((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
+                return _to_the_bit(alike, raw, turned, positions)
     raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
 
 
-def _scaled(x: Tensor, scaling: float, size: int) -> Tensor:
-    return torch.cat((x[..., :size] * scaling, x[..., size:]), -1)
+def _to_the_bit(rope: Rope, raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], positions: Tensor) -> Rope:
+    """The rounding by which the model comes to exactly its numbers, where it is one of those known."""
+    for rounded, widened in ROUNDINGS:
+        alike = replace(rope, rounded=rounded, widened=widened)
+        if all(torch.equal(alike.rotated(x, positions), y) for x, y in zip(raw, turned, strict=True)):
+            return alike
+    return rope
 
 
 def configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -21,15 +21,22 @@ from isentrope.region import band
 FREQUENCIES = "inv_freq"
 # kinds of transformers' own scaling whose frequencies change with the length of the input
 BY_LENGTH = ("dynamic", "longrope")
+# (rounded, widened) of a `Rope`, as models do it
+ROUNDINGS = ((True, False), (False, True), (True, True))
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """One set of frequencies of a model's rotary module. A module may hold several, one for each type of layer."""
+    """One set of frequencies of a model's rotary module. A module may hold several, one for each type of layer.
+
+    rounded: cos and sin are in the dtype of the model, not in fp32; widened: they are multiplied in fp32.
+    """
 
     module: nn.Module
     layer_type: str | None = None
     interleaved: bool = False
+    rounded: bool = True
+    widened: bool = False
 
     def _named(self, name: str) -> str:
         return name if self.layer_type is None else f"{self.layer_type}_{name}"
@@ -63,16 +70,21 @@ class Rope:
         setattr(self.module, self._named(FREQUENCIES), theta.to(self.theta.device))
         setattr(self.module, self._named("attention_scaling"), scaling)
 
-    def turn(self, x: Tensor, position: Tensor, layout: Layout) -> Tensor:
-        """x (batch, heads, length, d) rotated the way the model's own code does it, in the dtype of x."""
+    def rotated(self, x: Tensor, position: Tensor, layout: Layout | None = None) -> Tensor:
+        """x (batch, heads, length, d) at positions (batch or 1, length), rounded as the model's own code rounds.
+
+        layout: where `position` comes from; calls that share it share the angles.
+        """
 
         def make() -> tuple[Tensor, Tensor]:
             found = angles(position, self.theta.to(x.device, torch.float32), torch.float32)
             assert found is not None
-            return (found[0] * self.scaling).to(x.dtype), (found[1] * self.scaling).to(x.dtype)
+            dtype = x.dtype if self.rounded else torch.float32
+            return (found[0] * self.scaling).to(dtype), (found[1] * self.scaling).to(dtype)
 
-        cos, sin = layout.remember((self, id(position), x.dtype), make)
-        return rotate(x, cos, sin, self.interleaved)
+        key = (self.module, self.layer_type, self.rounded, id(position), x.dtype)
+        cos, sin = make() if layout is None else layout.remember(key, make)
+        return rotate(x.float() if self.widened else x, cos, sin, self.interleaved).to(x.dtype)
 
 
 def ropes(model: nn.Module) -> Iterator[Rope]:
@@ -97,6 +109,10 @@ class Native(Position):
     size: int | None = None
     rotates = True
     keys_cacheable = False
+
+    @property
+    def learns(self) -> bool:  # type: ignore[override]
+        return self.inner.learns
 
     @property
     def layout(self) -> str:
@@ -130,7 +146,7 @@ def scaled(position: Position, rope: Rope, head_dim: int) -> Tensor:
     return rope.theta.float()
 
 
-def fitted(position: Position, rope: Rope, head_dim: int, train_length: int | None, model_type: str) -> Position:
+def fitted(position: Position, rope: Rope, model_type: str) -> Position:
     """A recipe's position method with what it leaves open taken from the model, or an error."""
     turning = 2 * rope.theta.shape[-1]
     if rope.kind in BY_LENGTH:
@@ -151,6 +167,8 @@ def fitted(position: Position, rope: Rope, head_dim: int, train_length: int | No
         return position
     if not isinstance(position, Rotary):
         return position
+    if isinstance(position, YaRN) or (isinstance(position, NTK) and position.dynamic):
+        position.trained()  # or an error that says what is missing
     layout = "interleaved" if rope.interleaved else "half"
     if position.rotary_dim not in (None, turning):
         raise ValueError(f"{model_type}: rotates {turning} entries of a head, the recipe {position.rotary_dim}")
@@ -159,7 +177,7 @@ def fitted(position: Position, rope: Rope, head_dim: int, train_length: int | No
         base = float(rope.parameters["rope_theta"])
     if isinstance(position, NearAndFar) and base != Rotary.base:
         raise ValueError(f"{model_type}: {position.name()} keeps the model's frequencies; leave base out")
-    return replace(position, base=base, layout=layout, rotary_dim=turning).resolved(train_length)
+    return replace(position, base=base, layout=layout, rotary_dim=turning)
 
 
 def streaming(mask: Mask | None, position: Position | None) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ class CLEX(nn.Module, Position):
 
     rotates = True
     keys_cacheable = False
+    learns = True
     factor: Tensor
     steps = 2  # Runge–Kutta steps per unit of t
 

@@ -18,6 +18,7 @@ class SSMax(nn.Module, Part):
     """
 
     needs_training = True
+    learns = True
 
     def __init__(
         self,

@@ -1,0 +1,136 @@
+"""torch.compile over an extended model: one graph, the same numbers, and no compilation for every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+import isentrope as ise
+from tests.hf.tiny import llama, tokens
+
+# torch's own tracing of an autograd function
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+RECIPES = [
+    "infoscale",
+    "rerope:window=32+infoscale:train_length=64",
+    "selfextend:window=32,group=4",
+    "sink:sinks=4,size=24",
+    "window:size=24",
+    "yarn:factor=4",
+]
+CLOSE = {"atol": 1e-4, "rtol": 1e-5}  # fp32 in another order; logits reach 7
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def extended(recipe, layers=1):
+    """One layer: a second one is compiled the same way and takes as long again."""
+    return ise.extend(llama(num_hidden_layers=layers), recipe)
+
+
+def compiled(model, backend="aot_eager"):
+    """The model in one graph without code generation, and what counts its graphs."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, fullgraph=True, backend=counter), counter
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_forward_pass_is_one_graph(recipe):
+    model, ids = extended(recipe, layers=2 if recipe == RECIPES[1] else 1), tokens(2, 100)
+    fast, counter = compiled(model)
+    with torch.no_grad():
+        for batch in (ids, tokens(2, 100, seed=1)):
+            assert_close(fast(batch, use_cache=False).logits, model(batch, use_cache=False).logits, **CLOSE)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES[:2], *RECIPES[3:5]])
+def test_padding_and_gradients(recipe):
+    model, ids, mask = extended(recipe), tokens(3, 90), torch.ones(3, 90, dtype=torch.int64)
+    mask[1, :30], mask[2, 70:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    fast, counter = compiled(model)
+    results = []
+    for run in (fast, model):
+        model.zero_grad()
+        out = run(ids, attention_mask=mask, labels=labels, use_cache=False)
+        out.loss.backward()
+        results.append([out.logits.detach()[mask.bool()], *(x.grad.clone() for x in model.parameters())])
+    assert counter.frame_count == 1
+    for ours, expected in zip(*results, strict=True):
+        assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_decoding_compiles_once(recipe):
+    """Through the window and the training length, with a cache of fixed size."""
+    model, ids = extended(recipe), tokens(2, 75)
+    fast, counter = compiled(model)
+    static, dynamic = StaticCache(config=model.config, max_cache_len=96), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache in (static, dynamic):
+            model(ids[:, :20], past_key_values=cache)
+        for at in range(20, 75):
+            token = ids[:, at : at + 1]
+            with torch.compiler.set_stance("fail_on_recompile" if at > 20 else "default"):
+                ours = fast(token, past_key_values=static).logits
+            assert_close(ours, model(token, past_key_values=dynamic).logits, **CLOSE)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=32+infoscale:train_length=64"])
+def test_generate_compiles_with_a_static_cache(recipe):
+    """As it does by itself on a GPU; the rows have different lengths."""
+    model, ids = extended(recipe), tokens(2, 50)
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 25}
+    how = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    how._compile_all_devices = True  # a CPU is left out otherwise
+    out = model.generate(ids, cache_implementation="static", compile_config=how, **options)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert torch.equal(out, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=32+infoscale:train_length=64", "yarn:factor=4"])
+def test_packed_rows(recipe):
+    model, ids = extended(recipe), tokens(1, 100)
+    positions = torch.cat((torch.arange(40), torch.arange(60)))[None]
+    fast, _ = compiled(model)
+    with torch.no_grad():
+        ours = fast(ids, position_ids=positions, use_cache=False).logits
+        assert_close(ours, model(ids, position_ids=positions, use_cache=False).logits, **CLOSE)
+
+
+def test_positions_that_jump_are_not_taken_for_others():
+    """The geometry of raw keys is read from the mask when values may not be looked at: no quiet difference."""
+    model, ids = extended("rerope:window=32"), tokens(1, 60)
+    positions = torch.cat((torch.arange(30), torch.arange(100, 130)))[None]
+    options = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    fast, _ = compiled(model)
+    with torch.no_grad():
+        fast(ids, position_ids=torch.arange(60)[None], **options)
+        with pytest.raises(RuntimeError, match="position_ids"):
+            fast(ids, position_ids=positions, **options)
+
+
+def test_lengths_that_change_do_not_compile_for_ever():
+    """torch takes a length for a variable when it has seen a second one, as it does in a plain model."""
+    model = extended("rerope:window=32+infoscale:train_length=64")
+    fast, counter = compiled(model, "eager")
+    with torch.no_grad():
+        for length in (100, 90, 80):
+            ids = tokens(2, length)
+            assert_close(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
+    assert counter.frame_count == 2

@@ -1,0 +1,438 @@
+"""What cannot be carried out is refused with the reason, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
+
+import isentrope as ise
+from tests.hf.families import FAMILIES, logits, snapshot, unchanged
+from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
+
+LONG = 100
+
+
+def outputs(model):
+    """Of the plain model, whatever it calls them."""
+    ids = tokens(2, 20)
+    given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=ids, **given)[0]
+
+
+def refused(model, recipe, match, **options):
+    """`extend` raises ValueError, and nothing about the model has changed."""
+    plain = outputs(model)
+    before = snapshot(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # whether it warns before it refuses is no matter here
+        with pytest.raises(ValueError, match=match):
+            ise.extend(model, recipe, **options)
+    assert torch.equal(outputs(model), plain)
+    unchanged(model, before)
+
+
+def refused_at_call(model, match, ids, **given):
+    """An extended model raises ValueError at a call, and goes on working."""
+    good = tokens(1, LONG)
+    model.eval()
+    before = logits(model, good)
+    model.train(given.pop("training", False))
+    with pytest.raises(ValueError, match=match), torch.no_grad():
+        model(ids, **given)
+    assert torch.equal(logits(model.eval(), good), before)
+
+
+# --- recipes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ("rerop:window=32", "unknown part 'rerop'; did you mean 'rerope'"),
+        ("infoscal", "did you mean 'infoscale'"),
+        ("rerope:windw=32", "unknown option 'windw'; did you mean 'window'"),
+        ("rerope", "missing option 'window'"),
+        ("rerope:window=0", "window"),
+        ("rerope:window=32+yarn:factor=4", "one position"),
+        ("alibi+rerope:window=32", "one position.*ALiBi takes the place of rotation"),
+        ("", "expected text such as"),
+        (None, "expected a Recipe or its text"),
+        (ise.ReRoPE(32), "expected a Recipe or its text"),
+    ],
+)
+def test_unreadable_recipe(recipe, match):
+    refused(llama(), recipe, match)
+
+
+@pytest.mark.parametrize("recipe", ["cosine:alpha=16", "ssmax", "alibi", "nope", "cosine:alpha=16+infoscale"])
+def test_untrained_parts(recipe):
+    name = recipe.split(":")[0].split("+")[0]
+    refused(llama(), recipe, f"llama: was not trained with {name}.*allow_untrained=True")
+    model = llama()
+    with pytest.warns(UserWarning, match=f"was not trained with {name}"):
+        ise.extend(model, recipe, allow_untrained=True)
+    assert logits(model, tokens(1, LONG)).isfinite().all()
+
+
+def test_wrong_number_of_heads():
+    refused(llama(), "ssmax:heads=3", "llama: has 4 attention heads.*3", allow_untrained=True)
+
+
+@pytest.mark.parametrize(
+    ("table", "match"),
+    [
+        ([[[1.0, 1.2]]], "layer"),  # of two layers
+        ([[1.0, 1.2]] * 3, "heads"),  # of four heads
+        ([[[1.0, 1.2]] * 3] * 2, "heads"),
+    ],
+)
+def test_table_that_does_not_fit(table, match):
+    refused(llama(), ise.Recipe(temperature=ise.Fitted((64, 128), table)), match)
+
+
+def test_unknown_backend():
+    refused(llama(), "infoscale", "backend.*'nonsense'", backend="nonsense")
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "logn", "yarn:factor=4", "ntk:factor=4,dynamic=true", "clex"])
+def test_training_length_that_nobody_states(recipe):
+    """Configs are checked by transformers; one without a length is made by hand."""
+    model = llama()
+    model.config.__dict__["max_position_embeddings"] = None
+    refused(model, recipe, "train_length|original_length")
+    with_length = {
+        "infoscale": "infoscale:train_length=64",
+        "logn": "logn:train_length=64",
+        "clex": "clex:train_length=64",
+        "yarn:factor=4": "yarn:factor=4,original_length=64",
+        "ntk:factor=4,dynamic=true": "ntk:factor=4,dynamic=true,original_length=64",
+    }
+    with ise.extended(model, with_length[recipe]):
+        assert logits(model, tokens(1, LONG)).isfinite().all()
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def t5(kind):
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return kind(T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0, eos_token_id=None)).eval()
+
+
+def mpt():
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": TRAINED, "vocab_size": VOCABULARY}
+    return MptForCausalLM(MptConfig(**sizes)).eval()
+
+
+def bloom():
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return BloomForCausalLM(BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=VOCABULARY, **ids)).eval()
+
+
+@pytest.mark.parametrize("recipe", ["infoscale:train_length=64", "rerope:window=32", "window:size=16"])
+def test_soft_cap(recipe):
+    family = FAMILIES["gemma2"]
+    model = family.model(family.config(attn_logit_softcapping=50.0))
+    model.config._attn_implementation = "eager"
+    refused(model, recipe, "gemma2: .*soft cap")
+
+
+@pytest.mark.parametrize("recipe", ["infoscale:train_length=64", "rerope:window=32"])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [(T5ForConditionalGeneration, "t5: .*encoder and a decoder"), (T5EncoderModel, "t5: .*position bias")],
+)
+def test_t5(kind, match, recipe):
+    refused(t5(kind), recipe, match)
+
+
+@pytest.mark.parametrize("recipe", ["infoscale:train_length=64", "rerope:window=32"])
+@pytest.mark.parametrize("make", [mpt, bloom])
+def test_models_with_attention_of_their_own(make, recipe):
+    """Named, with what is missing; not with an error from inside their code."""
+    model = make()
+    refused(model, recipe, f"{model.config.model_type}: (?!.*size of tensor).*AttentionInterface")
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=32", "yarn:factor=4", "pi:factor=4", "selfextend:window=8,group=2"])
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_position_recipe_without_rotation(name, recipe):
+    refused(FAMILIES[name].model(), recipe, f"{name}: has no rotary embedding")
+
+
+@pytest.mark.parametrize("recipe", ["alibi", "nope"])
+def test_other_positions_without_rotation(recipe):
+    refused(FAMILIES["bert"].model(), recipe, "bert: has no rotary embedding", allow_untrained=True)
+
+
+BY_LENGTH = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 1.5, 2.0, 3.0],
+        "original_max_position_embeddings": TRAINED,
+    },
+}
+
+
+def by_length(kind, trained):
+    options = BY_LENGTH[kind] | {"rope_type": kind, "rope_theta": 10000.0}
+    if kind == "longrope":
+        options["original_max_position_embeddings"] = trained
+        return llama(max_position_embeddings=4 * trained, rope_parameters=options)
+    return llama(max_position_embeddings=trained, rope_parameters=options)
+
+
+@pytest.mark.parametrize("trained", [TRAINED, 512])
+@pytest.mark.parametrize("recipe", ["rerope:window=32", "yarn:factor=4", "pi:factor=2", "sink:sinks=4,size=24"])
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_frequencies_that_change_with_the_length(kind, recipe, trained):
+    refused(by_length(kind, trained), recipe, f"llama: its rope_type '{kind}' changes")
+
+
+@pytest.mark.parametrize("trained", [TRAINED, 512])
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_temperatures_are_no_matter_to_frequencies_that_change(kind, trained):
+    """The model's own rotation stays, on both sides of its training length."""
+    model = by_length(kind, trained)
+    short, long = logits(model, tokens(1, 40)), logits(model, tokens(1, LONG))
+    with ise.extended(model, "infoscale:train_length=128+window:size=128"):
+        assert torch.equal(logits(model, tokens(1, 40)), short)
+        assert torch.equal(logits(model, tokens(1, LONG)), long)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
+
+
+@pytest.mark.parametrize("recipe", ["yarn:factor=4", "ntk:factor=4", "ntk:factor=4,dynamic=true", "clex"])
+def test_frequencies_that_are_scaled_already(recipe):
+    model = llama(rope_parameters=LLAMA3, max_position_embeddings=8 * TRAINED)
+    name = recipe.split(":")[0]
+    refused(model, recipe, f"llama: its frequencies are already scaled .rope_type 'llama3'.*{name}")
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=40", "leakyrerope:window=40", "selfextend:window=40,group=4"])
+def test_scaled_frequencies_can_be_kept(recipe):
+    model = llama(rope_parameters=LLAMA3, max_position_embeddings=8 * TRAINED)
+    short, long = logits(model, tokens(1, 40)), logits(model, tokens(1, LONG))
+    with ise.extended(model, recipe):
+        assert torch.equal(logits(model, tokens(1, 40)), short)
+        assert not torch.allclose(logits(model, tokens(1, LONG)), long, atol=1e-2)
+
+
+class OddAttention(nn.Module):
+    """Attention that transformers' interface does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    def forward(self, hidden_states, **unused):
+        return self.mix(hidden_states), None
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=32", "yarn:factor=4"])
+def test_a_layer_that_is_not_reached(recipe):
+    model = llama()
+    model.model.layers[1].self_attn = OddAttention()
+    refused(model, recipe, r"llama: .*AttentionInterface.*model\.layers\.1\.self_attn")
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), "llama", None, llama().config], ids=lambda x: type(x).__name__)
+def test_not_a_transformers_model(model):
+    with pytest.raises(ValueError, match="expected a transformers model"):
+        ise.extend(model, "infoscale")
+
+
+def test_weights_that_are_not_there():
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(ValueError, match=r"llama: .*meta"):
+        ise.extend(model, "infoscale")
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=32", "infoscale", "rerop"])
+def test_extended_twice(recipe):
+    model = ise.extend(llama(), "rerope:window=24")
+    refused(model, recipe, "already extended with 'rerope:window=24'.*restore")
+    refused(model.model, recipe, "already extended")
+    ise.restore(model)
+    ise.extend(model, "infoscale")
+
+
+def test_extended_inside():
+    model = llama()
+    ise.extend(model.model, "rerope:window=24")
+    refused(model, "infoscale", "inside it is already extended")
+
+
+@pytest.mark.parametrize("call", [ise.restore, ise.describe, ise.StreamingCache])
+def test_not_extended(call):
+    with pytest.raises(ValueError, match="not extended"):
+        call(llama())
+    model = ise.restore(ise.extend(llama(), "infoscale"))
+    with pytest.raises(ValueError, match="not extended"):
+        call(model)
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+CALLED = ["infoscale:train_length=64", "rerope:window=32", "window:size=16"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("length", [3, 20, LONG])
+@pytest.mark.parametrize("recipe", CALLED)
+def test_mask_for_each_pair(recipe, length, dtype):
+    mask = torch.ones(1, 1, length, length).tril().to(dtype)
+    model = ise.extend(llama(), recipe)
+    refused_at_call(model, r"attention_mask: expected .*\(batch, tokens\)", tokens(1, length), attention_mask=mask)
+
+
+def test_mask_for_each_pair_of_an_encoder():
+    model = ise.extend(FAMILIES["bert"].model(), "infoscale:train_length=64")
+    mask = torch.ones(1, 1, 20, 20).bool()
+    refused_at_call(model, r"attention_mask: expected .*\(batch, tokens\)", tokens(1, 20), attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
+@pytest.mark.parametrize("length", [20, LONG])
+@pytest.mark.parametrize("recipe", CALLED)
+def test_padding_between_tokens(recipe, length, dtype):
+    mask = torch.ones(2, length, dtype=dtype)
+    mask[1, 7:9] = 0
+    model = ise.extend(llama(), recipe)
+    refused_at_call(model, "attention_mask: .*between tokens", tokens(2, length), attention_mask=mask)
+
+
+@pytest.mark.parametrize("recipe", CALLED)
+def test_attention_dropout_where_a_recipe_acts(recipe):
+    model = ise.extend(llama(attention_dropout=0.5), recipe)
+    refused_at_call(model, "attention dropout: .*0.5.*set it to 0", tokens(1, LONG), training=True)
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=64+infoscale:train_length=64", "sink:sinks=4,size=60"])
+def test_attention_dropout_where_a_recipe_rests(recipe):
+    """Then it is the plain model's: the same mask from the same seed."""
+    model, ids = llama(attention_dropout=0.5).train(), tokens(1, TRAINED)
+
+    def drawn():
+        torch.manual_seed(1)
+        return logits(model, ids)
+
+    plain = drawn()
+    assert not torch.equal(plain, logits(model, ids))
+    with ise.extended(model, recipe):
+        assert torch.equal(drawn(), plain)
+
+
+@pytest.mark.parametrize("recipe", CALLED)
+def test_direction_turned_after_extending(recipe):
+    """Transformers lets a causal model look ahead, for a call or in its config; masks were read before that."""
+    ids = tokens(1, 20)
+    model = llama()
+    assert not torch.allclose(logits(model, ids), logits(model, ids, is_causal=False))
+    ise.extend(model, recipe)
+    refused_at_call(model, "is_causal", ids, is_causal=False)
+    assert torch.equal(logits(model, ids, is_causal=True), logits(model, ids))
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal"):
+        model(ids)
+
+
+def test_direction_turned_before_extending():
+    model, ids = llama(), tokens(1, 40)
+    model.config.is_causal = False
+    plain = logits(model, ids)
+    assert not torch.allclose(plain, logits(llama(), ids))
+    with ise.extended(model, "rerope:window=64+infoscale:train_length=64"):
+        assert torch.equal(logits(model, ids), plain)
+        assert "every key" in str(ise.describe(model))
+        refused_at_call(model, "is_causal", ids, is_causal=True)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_load_without_a_recipe(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="isentrope recipe"):
+        ise.load(tmp_path)
+    ise.restore(ise.extend(llama(), "infoscale")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="isentrope recipe"):
+        ise.load(tmp_path)
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens(1, 20)), logits(llama(), tokens(1, 20))
+    )
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=32", "yarn:factor=4", "window:size=16", "plain"])
+def test_a_recipe_is_not_passed_over(recipe, tmp_path):
+    """Loaded by transformers alone, an extended model refuses to run; as loaded by us it is the same."""
+    saved = ise.extend(llama(), recipe)
+    saved.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for length in (8, LONG):
+        with pytest.raises(RuntimeError, match=r"recipe that was not applied.*isentrope\.load"):
+            model(tokens(1, length))
+        with pytest.raises(RuntimeError, match=r"isentrope\.load"):
+            model.generate(tokens(1, length), max_new_tokens=2, do_sample=False)
+    assert torch.equal(logits(ise.load(tmp_path), tokens(1, LONG)), logits(saved, tokens(1, LONG)))
+
+
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        ({"recipe": {"temperature": {"name": "infoscal", "train_length": 64}}}, "did you mean 'infoscale'"),
+        ({"recipe": {"position": {"name": "rerope"}}}, "window"),
+        ({"recipe": {"temperature": {"name": "rerope", "window": 32}}}, "temperature"),
+        ({"backend": "auto"}, "isentrope recipe"),
+        ("rerope:window=32", "isentrope recipe"),
+    ],
+)
+def test_recipe_that_was_edited(written, match, tmp_path):
+    ise.extend(llama(), "rerope:window=32").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"isentrope": written}))
+    with pytest.raises(ValueError, match=match):
+        ise.load(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["ssmax", "clex"])
+def test_learned_parameters_that_are_missing(recipe, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ise.extend(llama(), recipe, allow_untrained=True).save_pretrained(tmp_path)
+        path = tmp_path / "model.safetensors"
+        weights = load_file(path)
+        kept = {name: x for name, x in weights.items() if "isentrope" not in name}
+        assert len(kept) < len(weights)
+        save_file(kept, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"the recipe's parameter .*got none"):
+            ise.load(tmp_path)
