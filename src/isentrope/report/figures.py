@@ -199,35 +199,43 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
+HOLDS = 1.5  # times the best recipe's worst bucket: what the second panel of `perplexity` shows
 # Paul Tol's "bright" and "muted", one colour a position method; how a line is drawn says which temperature
 COLOURS = ("#777777", "#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#882255", "#332288", "#999933")
 
 
 def perplexity(results: Path) -> list[Path]:
-    """Perplexity against position for each recipe of `perplexity.json`, drawn beside it."""
+    """Perplexity against position for each recipe of `perplexity.json`, drawn beside it: all, and those that hold."""
     data = json.loads(results.read_text(encoding="utf-8"))
     edges, rows = data["config"]["edges"], data["rows"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     methods: dict[str, str] = {}
     temperatures: dict[str, Any] = {}
     lines = ("-", DASHES, DOTS, "-.")
+    holding = HOLDS * min(max(row["perplexity"]) for row in rows)
     with matplotlib.rc_context(RC):
-        figure = Figure(figsize=(10, 5.6), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(13, 5.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
         for row in rows:
             method, temperature = _split(row["recipe"])
             colour = methods.setdefault(method, COLOURS[len(methods) % len(COLOURS)])
             line = temperatures.setdefault(temperature, lines[len(temperatures) % len(lines)])
-            axes.plot(middles, row["perplexity"], color=colour, linestyle=line, marker="o", markersize=3, linewidth=1.4)
-            axes.fill_between(middles, row["low"], row["high"], color=colour, alpha=0.08, linewidth=0)
-        axes.set_yscale("log")
-        axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges])
-        axes.set_xlabel("position in the text (tokens)")
-        axes.set_ylabel("perplexity")
-        axes.set_title(f"Perplexity by position: {data['model']['name']}")
+            for axes in (left, right) if max(row["perplexity"]) <= holding else (left,):
+                axes.plot(
+                    middles, row["perplexity"], color=colour, linestyle=line, marker="o", markersize=3, linewidth=1.4
+                )
+        left.set_yscale("log")
+        texts = max(row["texts"] for row in rows)
+        figure.suptitle(f"Perplexity by position: {data['model']['name']}, {texts} texts", x=0.01, ha="left")
+        left.set_title("All recipes")
+        right.set_title("Those that hold")
+        for axes in (left, right):
+            axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges])
+            axes.set_xlabel("position in the text (tokens)")
+        left.set_ylabel("perplexity")
         handles = [Line2D([], [], color=colour, label=name) for name, colour in methods.items()]
         handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
-        axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        right.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return [_save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
 
 

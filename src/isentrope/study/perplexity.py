@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from isentrope.data.text import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extended
+from isentrope.recipe import Recipe
 from isentrope.study.provenance import provenance
 
 PLAIN = "plain"
@@ -93,7 +94,7 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
 def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
     """Measure every recipe on every text and write `perplexity.json` into the folder `out`.
 
-    A cell (recipe × text) that the file already holds is not measured again.
+    A cell (recipe × text) that the file already holds is not measured again, and stays there.
     """
     short = [text.name for text in texts if len(text.tokens) < config.length]
     if short or not texts:
@@ -113,16 +114,8 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
         _audit(model, torch.tensor(texts[0].tokens[:32]))
     for recipe, text in _with_progress(todo):
         cells[recipe, text.sha256] = _cell(model, recipe, text, config)
-        ordered = [cells[r, t.sha256] for r in config.recipes for t in texts if (r, t.sha256) in cells]
-        _save(
-            results,
-            head
-            | {
-                "run": provenance() | {"transformers": transformers.__version__},
-                "cells": ordered,
-                "rows": _rows(config, ordered),
-            },
-        )
+        head["run"] = provenance() | {"transformers": transformers.__version__}
+        _save(results, summary(head | {"cells": list(cells.values())}))
     return results
 
 
@@ -164,28 +157,58 @@ def _cell(model: PreTrainedModel, recipe: str, text: Text, config: Config) -> di
     return {"recipe": recipe, "text": text.sha256, "loss": sums, "seconds": seconds, "peak_bytes": peak}
 
 
-def _rows(config: Config, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per recipe and bucket: perplexity over all texts, with a 95 % bootstrap interval over texts."""
-    counts = np.array([b - max(a, 1) for a, b in pairwise(config.edges)])
+def summary(data: dict[str, Any]) -> dict[str, Any]:
+    """Results with `rows`, perplexity per recipe and bucket, and `paired`, what each temperature changes.
+
+    Intervals are 95 %, by bootstrap over texts. Texts differ more than recipes do, so a temperature is compared with
+    the same recipe without it text by text.
+    """
+    edges, seed = data["config"]["edges"], data["config"]["seed"]
+    counts = np.array([b - max(a, 1) for a, b in pairwise(edges)])
+    losses: dict[str, dict[str, Any]] = {}
+    for cell in data["cells"]:
+        losses.setdefault(cell["recipe"], {})[cell["text"]] = np.array(cell["loss"]) / counts
     rows = []
-    for recipe in config.recipes:
-        losses = np.array([cell["loss"] for cell in cells if cell["recipe"] == recipe])
-        if not len(losses):
-            continue
-        mean = losses / counts
-        draws = np.random.default_rng(config.seed).integers(0, len(mean), (DRAWS, len(mean)))
-        low, high = np.percentile(mean[draws].mean(1), (2.5, 97.5), axis=0)
-        ppl = [[_exp(x) for x in values] for values in (mean.mean(0), low, high)]
-        rows.append({"recipe": recipe, "texts": len(losses), "perplexity": ppl[0], "low": ppl[1], "high": ppl[2]})
-    return rows
+    for recipe, found in losses.items():
+        mean, low, high = _interval(np.array(list(found.values())), seed)
+        ppl = {"perplexity": _exp(mean), "low": _exp(low), "high": _exp(high)}
+        rows.append({"recipe": recipe, "texts": len(found), **ppl})
+    paired = []
+    for recipe, against in _without_temperature(list(losses)):
+        both = [text for text in losses[recipe] if text in losses[against]]
+        if both:
+            change = np.array([losses[recipe][text] - losses[against][text] for text in both])
+            percent = [(100 * np.expm1(x)).tolist() for x in _interval(change, seed)]
+            paired.append(
+                {"recipe": recipe, "against": against} | dict(zip(("percent", "low", "high"), percent, strict=True))
+            )
+    return data | {"rows": rows, "paired": paired}
 
 
-def _exp(x: float) -> float:
-    return exp(min(float(x), log(1e300)))
+def _interval(values: Any, seed: int) -> tuple[Any, Any, Any]:
+    """Mean over texts, and the bootstrap's 2.5 and 97.5 percentiles of it."""
+    draws = np.random.default_rng(seed).integers(0, len(values), (DRAWS, len(values)))
+    low, high = np.percentile(values[draws].mean(1), (2.5, 97.5), axis=0)
+    return values.mean(0), low, high
+
+
+def _without_temperature(recipes: list[str]) -> Iterator[tuple[str, str]]:
+    """Recipes with a temperature, each with the one among them that is the same without."""
+    open_options = {"train_length": 2, "heads": 1, "dim": 4}  # whatever the model puts there, it is the same in both
+    parsed = {text: Recipe.parse(text, **open_options) for text in recipes}
+    for text, recipe in parsed.items():
+        bare = replace(recipe, temperature=None)
+        for other, candidate in parsed.items():
+            if recipe.temperature is not None and candidate == bare:
+                yield text, other
+
+
+def _exp(losses: Any) -> list[float]:
+    return [exp(min(x, log(1e300))) for x in losses.tolist()]
 
 
 def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Cells of an earlier run of the same model, buckets and seed."""
+    """Cells of an earlier run of the same model, buckets and seed, whose recipes and texts are taken into `head`."""
     if not results.exists():
         return {}
     data = json.loads(results.read_text(encoding="utf-8"))
@@ -194,6 +217,8 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
     )
     if not same:
         raise ValueError(f"{results}: holds another model or other buckets; choose another folder")
+    head["config"]["recipes"] = list(dict.fromkeys((*data["config"]["recipes"], *head["config"]["recipes"])))
+    head["texts"] = data["texts"] + [text for text in head["texts"] if text not in data["texts"]]
     return {(cell["recipe"], cell["text"]): cell for cell in data["cells"]}
 
 

@@ -1,0 +1,159 @@
+"""Perplexity by position: the scorer, resuming, the table and the figure."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from math import exp
+
+import pytest
+import torch
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import isentrope as ise
+from isentrope.cli import app
+from isentrope.data.text import Document, documents
+from isentrope.report import figures, tables
+from isentrope.study import perplexity
+from isentrope.study.perplexity import Config, Text, run, summary, token_losses
+from tests.hf.tiny import llama, tokens
+
+RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")
+CONFIG = Config(RECIPES, (0, 32, 64, 100))
+
+
+def texts(count=3, length=120):
+    rows = tokens(count, length).tolist()
+    return [Text(f"t{i}", Document(f"t{i}", tokens=tuple(row)).sha256, tuple(row)) for i, row in enumerate(rows)]
+
+
+def test_losses_are_those_of_the_logits(monkeypatch):
+    model, ids = llama(), tokens(1, 50)[0]
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+    for entries in (1 << 26, 97 * 7, 1):  # logits of all tokens, of seven, of one at a time
+        monkeypatch.setattr(perplexity, "LOGITS_AT_ONCE", entries)
+        torch.testing.assert_close(token_losses(model, ids), expected)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path):
+    model = llama()
+    model.lm_head.register_forward_hook(lambda module, args, out: out)
+    original = model.forward
+    model.forward = lambda *args, **kwargs: _halved(original(*args, **kwargs))
+    with pytest.raises(ValueError, match="not its output embedding alone"):
+        run(model, "tiny", texts(), CONFIG, tmp_path)
+
+
+def _halved(output):
+    output.logits = output.logits / 2
+    return output
+
+
+def test_rows_are_means_over_texts_and_buckets(tmp_path):
+    model, given = llama(), texts()
+    data = json.loads(run(model, "tiny", given, CONFIG, tmp_path).read_text())
+    with ise.extended(model, RECIPES[2]):
+        losses = [token_losses(model, torch.tensor(text.tokens[:100])) for text in given]
+    row = next(row for row in data["rows"] if row["recipe"] == RECIPES[2])
+    assert row["texts"] == 3
+    for (low, high), found in zip(((1, 32), (32, 64), (64, 100)), row["perplexity"], strict=True):
+        mean = sum(loss[low - 1 : high - 1].double().mean() for loss in losses) / 3
+        assert found == pytest.approx(exp(mean), rel=1e-6)
+    assert all(a <= b <= c for a, b, c in zip(row["low"], row["perplexity"], row["high"], strict=True))
+    assert [(pair["recipe"], pair["against"]) for pair in data["paired"]] == [(RECIPES[2], RECIPES[1])]
+    assert data["run"]["torch"] == torch.__version__
+
+
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch):
+    whole = json.loads(run(llama(), "tiny", texts(), CONFIG, tmp_path / "whole").read_text())
+    real, count = perplexity._cell, 0
+
+    def fails_at_the_fifth(*args):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(perplexity, "_cell", fails_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        run(llama(), "tiny", texts(), CONFIG, tmp_path / "cut")
+    assert len(json.loads((tmp_path / "cut" / "perplexity.json").read_text())["cells"]) == 4
+    data = json.loads(run(llama(), "tiny", texts(), CONFIG, tmp_path / "cut").read_text())
+    assert count == 10  # the fifth again, and the four after it
+    assert data["rows"] == whole["rows"] and data["paired"] == whole["paired"]
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_what_was_measured_stays_when_another_recipe_is_asked_for(tmp_path):
+    run(llama(), "tiny", texts(), CONFIG, tmp_path)
+    data = json.loads(run(llama(), "tiny", texts(2), Config(("yarn:factor=2",), CONFIG.edges), tmp_path).read_text())
+    assert [row["recipe"] for row in data["rows"]] == [*RECIPES, "yarn:factor=2"]
+    with pytest.raises(ValueError, match="another model or other buckets"):
+        run(llama(), "other", texts(), CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: Config((), (0, 8)), "recipes"),
+        (lambda: Config(("plain", "plain"), (0, 8)), "each once"),
+        (lambda: Config(("plain",), (8, 16)), "edges"),
+        (lambda: Config(("plain",), (0, 8, 8)), "edges"),
+    ],
+)
+def test_bad_settings(config, message):
+    with pytest.raises(ValueError, match=message):
+        config()
+
+
+def test_texts_that_are_too_short(tmp_path):
+    with pytest.raises(ValueError, match="100 tokens or more"):
+        run(llama(), "tiny", texts(length=99), CONFIG, tmp_path)
+
+
+def test_intervals_of_one_text_are_its_value():
+    data = {"config": {"edges": [0, 11], "seed": 0}, "cells": [{"recipe": "plain", "text": "a", "loss": [20.0]}]}
+    row = summary(data)["rows"][0]
+    assert row["low"] == row["perplexity"] == row["high"] == [pytest.approx(exp(2))]
+
+
+def test_documents_of_every_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    lines = '{"id": "x", "text": "one"}\n\n{"input_ids": [1, 2]}\n'
+    (tmp_path / "b.jsonl").write_text(lines)
+    with lzma.open(tmp_path / "c.jsonl.xz", "wt") as file:
+        file.write(lines)
+    found = list(documents([tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.xz")]))
+    assert [document.text for document in found] == ["plain", "one", None, "one", None]
+    assert found[2].tokens == (1, 2) and found[2].name == "b.jsonl:3"
+    assert found[2].sha256 == found[4].sha256 != found[1].sha256
+    (tmp_path / "d.jsonl").write_text('{"id": 3}\n')
+    (tmp_path / "e.jsonl").write_text("{\n")
+    for name, message in (("d.jsonl", "'text' or 'input_ids'"), ("e.jsonl", "e.jsonl:1"), ("none", "expected a file")):
+        with pytest.raises(ValueError, match=message):
+            list(documents([tmp_path / name]))
+
+
+def test_the_command(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    lines = [json.dumps({"input_ids": row}) for row in tokens(3, 120).tolist()]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    arguments = ["perplexity", str(tmp_path / "model"), str(tmp_path / "texts.jsonl"), "--edges", "0,32,64,100"]
+    recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
+    done = CliRunner().invoke(app, [*arguments, *recipes, "--out", str(tmp_path / "out"), "--documents", "2"])
+    assert done.exit_code == 0, done.output
+    assert "rerope:window=16" in done.output
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["perplexity.json", "perplexity.png", "perplexity.svg"]
+    assert json.loads((tmp_path / "out" / "perplexity.json").read_text())["rows"][0]["texts"] == 2
+    refused = CliRunner().invoke(app, [*arguments, "--recipe", "rerop:window=16", "--out", str(tmp_path / "no")])
+    assert refused.exit_code == 2 and "did you mean" in refused.output
+
+
+def test_table_and_figure(tmp_path):
+    results = run(llama(), "tiny", texts(), CONFIG, tmp_path)
+    assert tables.perplexity(results).row_count == 3
+    assert all(path.stat().st_size > 1000 for path in figures.perplexity(results))
