@@ -223,7 +223,10 @@ def _calls(
 def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:
     """What a part says about a layout; a part that learns, or may change otherwise, is asked every time."""
     frozen = isinstance(part, (Temperature, Position)) and not part.learns
-    return layout.remember((part, *sizes), make) if frozen else make()
+    if not frozen or torch.compiler.is_compiling():
+        return make()
+    token = part.token() if isinstance(part, Position) else None
+    return layout.remember((part, token, *sizes), make)
 
 
 def _temperature(

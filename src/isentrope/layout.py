@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ T = TypeVar("T")
 # layouts kept between calls, and what is kept with each: angles and block masks grow with the length
 MOST_LAYOUTS = 2
 MOST_MEMORIES = 16
+_ABSENT = object()
 
 
 class Layout:
@@ -130,14 +132,15 @@ class Layout:
         """What `make` returned the first time: calls that share a layout, as the layers of a model do, share it."""
         if torch.compiler.is_compiling():
             return make()
-        if key not in self._memory:
+        made: Any = self._memory.get(key, _ABSENT)
+        if made is _ABSENT:
             with torch.inference_mode(False):  # or a later call could not save it for its backward
                 made = make()
-            self._memory[key] = made
-            while len(self._memory) > MOST_MEMORIES:
-                del self._memory[next(iter(self._memory))]
-            return made
-        return self._memory[key]
+            with _lock:
+                self._memory[key] = made
+                while len(self._memory) > MOST_MEMORIES:
+                    del self._memory[next(iter(self._memory))]
+        return made
 
     @property
     def plain(self) -> bool:
@@ -160,8 +163,11 @@ class Layout:
 
     def visible(self, region: Region, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Visible pairs, (batch or 1, 1, rows, columns)."""
-        low, high = (bound[:, rows or slice(None), :, None] for bound in self.bounds(region))
-        slots = self.slots[columns or slice(None)]
+        low, high = self.bounds(region)
+        slots = self.slots if columns is None else self.slots[columns]
+        if rows is not None:
+            low, high = low[:, rows], high[:, rows]
+        low, high = low[..., None], high[..., None]
         return ((slots >= low) & (slots < high)).any(2)[:, None]
 
     def _bounds(self, region: Region) -> tuple[Tensor, Tensor]:
@@ -232,6 +238,7 @@ class Layout:
 
 
 _recent: OrderedDict[Hashable, Layout] = OrderedDict()
+_lock = Lock()  # models may run in several threads
 
 
 def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
@@ -241,13 +248,14 @@ def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows:
     if given or type(probe) is not Tensor or not readable(probe):  # padded, or a graph is being traced or captured
         return Layout(batch, queries, keys, device, **rows)
     key = (batch, queries, keys, device)
-    if key not in _recent:
-        with torch.inference_mode(False):
-            _recent[key] = Layout(batch, queries, keys, device)
-    layout = _recent[key]
-    _recent.move_to_end(key)
-    while len(_recent) > MOST_LAYOUTS:
-        _recent.popitem(last=False)
+    with _lock:
+        layout = _recent.pop(key, None)
+        if layout is None:
+            with torch.inference_mode(False):
+                layout = Layout(batch, queries, keys, device)
+        _recent[key] = layout  # the last again
+        while len(_recent) > MOST_LAYOUTS:
+            _recent.popitem(last=False)
     return layout
 
 

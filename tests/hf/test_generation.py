@@ -23,10 +23,10 @@ from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
-LENGTH = 130  # past the training length, 64, and every window below
+LENGTH = 110  # past the training length, 64, and every window below
 EXACT = {"atol": 1e-9, "rtol": 0}
-# transformers rounds angles to fp32. That shows where a token stands at another position, and where a text starts inside
-# the window, turned as the model itself would turn it, and grows past it. Logits here reach 7
+# transformers rounds angles to fp32. That shows where a token stands at another position, and where a text starts
+# inside the window, turned as the model itself would turn it, and grows past it. Logits here reach 7
 ROUNDED = {"atol": 5e-5, "rtol": 0}
 
 # angles, and so logits, that do not depend on how long the row has become
@@ -98,7 +98,7 @@ def rows_of(*lengths):
     return [tokens(1, n, seed=n)[0] for n in lengths]
 
 
-def greedy(model, ids, new=30, **options):
+def greedy(model, ids, new=20, **options):
     options = {"do_sample": False, "max_new_tokens": new} | options
     mask = options.pop("attention_mask", torch.ones_like(ids))
     return model.generate(ids, attention_mask=mask, **options)
@@ -111,22 +111,23 @@ def greedy(model, ids, new=30, **options):
 def test_prefill_is_chunked_prefill_is_token_by_token(recipe):
     model, ids = extended(recipe), tokens(2, LENGTH)
     expected = whole(model, ids)
-    for sizes in ([40, 1, 33, 2, 40, 14], [40] + [1] * (LENGTH - 40)):
+    assert (expected - whole(llama().double(), ids)).abs().max() > 1e-2  # the recipe does something here
+    for sizes in ([40, 1, 33, 2, 20, 14], [40] + [1] * (LENGTH - 40)):
         assert_close(in_chunks(model, ids, sizes), expected, **EXACT)
 
 
 @pytest.mark.parametrize("recipe", STEADY)
 def test_from_the_first_token_on(recipe):
-    model, ids = extended(recipe), tokens(1, 75)
+    model, ids = extended(recipe), tokens(1, 70)
     expected = whole(model, ids)
-    for sizes in ([1] * 75, [7, 20, 3, 1, 40, 4]):
+    for sizes in ([*[1] * 40, 30], [7, 20, 3, 1, 36, 3]):
         assert_close(in_chunks(model, ids, sizes), expected, **ROUNDED)
 
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_a_static_cache_gives_the_same(recipe):
     """Its keys run past the last token, and the rest of them must count for nothing."""
-    model, ids, sizes = extended(recipe), tokens(2, 80), [40, 3, 20, *[1] * 17]
+    model, ids, sizes = extended(recipe), tokens(2, 75), [40, 3, 20, *[1] * 12]
     static = StaticCache(config=model.config, max_cache_len=LENGTH)
     assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **EXACT)
 
@@ -159,7 +160,7 @@ ORACLES = (dynamic_ntk, untrained_clex, by_position)
 @pytest.mark.parametrize("static", [False, True])
 def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static):
     """In one layer, whose keys know nothing of each other, every step must be as a new pass over all that there is."""
-    model, ids, sizes = one_layer().double(), tokens(2, LENGTH), [20, 30, *[1] * 20, 30, *[1] * 30]
+    model, ids, sizes = one_layer().double(), tokens(2, LENGTH), [20, 30, *[1] * 20, 20, *[1] * 20]
     ise.extend(model, recipe)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH) if static else None
     steps = in_chunks(model, ids, sizes, cache)
@@ -198,7 +199,7 @@ def test_short_rows_in_a_long_batch(recipe):
 @pytest.mark.parametrize(("static", "given"), [(False, True), (True, False)])
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_a_left_padded_batch_decodes_as_each_row_alone(recipe, static, given):
-    model, rows, new = extended(recipe), rows_of(70, 40, 58), 12
+    model, rows, new = extended(recipe), rows_of(70, 40, 58), 8
     ids, mask, positions = padded(rows, "left")
     width = ids.shape[1]
     more = tokens(3, new, seed=5)
@@ -262,10 +263,11 @@ def test_position_ids_are_read_at_every_call(recipe):
 def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
     model, ids = extended(recipe), tokens(2, 50)
     expected = greedy(model, ids, use_cache=False)
-    assert expected.shape == (2, 80)
+    assert expected.shape == (2, 70)
     assert torch.equal(greedy(model, ids), expected)
-    assert torch.equal(greedy(model, ids, cache_implementation="static"), expected)
-    assert torch.equal(greedy(model, ids, prefill_chunk_size=17), expected)
+    if recipe in SOME:
+        assert torch.equal(greedy(model, ids, cache_implementation="static"), expected)
+        assert torch.equal(greedy(model, ids, prefill_chunk_size=17), expected)
 
 
 @pytest.mark.parametrize("recipe", BY_LENGTH)
@@ -276,12 +278,12 @@ def test_greedy_tokens_of_angles_that_follow_the_length(recipe):
     assert torch.equal(greedy(single, ids), greedy(single, ids, use_cache=False))
 
 
-@pytest.mark.parametrize("recipe", STEADY)
+@pytest.mark.parametrize("recipe", [*SOME, "selfextend:window=32,group=4"])
 def test_beams(recipe):
     model, ids = extended(recipe), tokens(2, 50)
-    options = {"num_beams": 3, "new": 18, "num_return_sequences": 2}
+    options = {"num_beams": 3, "new": 16, "num_return_sequences": 2}
     expected = greedy(model, ids, use_cache=False, **options)
-    assert expected.shape == (4, 68)
+    assert expected.shape == (4, 66)
     assert torch.equal(greedy(model, ids, **options), expected)
     assert torch.equal(greedy(model, ids, cache_implementation="static", **options), expected)
 
@@ -295,7 +297,7 @@ def test_sampling_with_a_seed(recipe):
         return greedy(model, ids, do_sample=True, num_return_sequences=3, **options)
 
     expected = sampled(use_cache=False)
-    assert expected.shape == (6, 80) and len(expected.unique(dim=0)) == 6
+    assert expected.shape == (6, 70) and len(expected.unique(dim=0)) == 6
     assert torch.equal(sampled(), expected)
     assert torch.equal(sampled(cache_implementation="static"), expected)
 
@@ -321,7 +323,7 @@ def test_left_padded_beams(recipe):
         assert torch.equal(of_row[ids.shape[1] - len(row) :], greedy(model, row[None], **options)[0])
 
 
-@pytest.mark.parametrize("recipe", STEADY)
+@pytest.mark.parametrize("recipe", [*SOME, "selfextend:window=32,group=4"])
 def test_guessed_tokens_are_taken_back(recipe):
     """They come several at a time, and wrong ones are cropped from the cache."""
     model, ids = extended(recipe), tokens(1, 25).repeat(1, 2)
@@ -390,8 +392,6 @@ def gemma(**overrides):
     [
         "rerope:window=16+infoscale:train_length=20",
         "logn:train_length=20",
-        "infoscale:train_length=20,count=position",
-        "yarn:factor=4",
         "selfextend:window=16,group=4+logn:train_length=20,count=position",
         "rerope:window=16+lambda:sinks=3,window=16",
     ],
@@ -411,9 +411,9 @@ def test_sliding_caches_give_what_no_cache_gives(make, recipe):
 
 
 @pytest.mark.parametrize("make", [mistral, gemma])
-@pytest.mark.parametrize("recipe", ["rerope:window=16+infoscale:train_length=20", "logn:train_length=20"])
-def test_sliding_caches_of_padded_batches(make, recipe):
-    model, rows, new = extended(recipe, make()), rows_of(60, 15, 44), 30
+def test_sliding_caches_of_padded_batches(make):
+    model = extended("rerope:window=16+infoscale:train_length=20", make())
+    rows, new = rows_of(60, 15, 44), 20
     ids, mask, _ = padded(rows, "left")
     for cache in (None, "static"):
         batch = greedy(model, ids, attention_mask=mask, new=new, cache_implementation=cache)
@@ -524,7 +524,7 @@ def test_autocast(recipe):
     exact, plain = whole(model, ids), whole(llama(), ids)
     with torch.autocast("cpu", torch.bfloat16):
         rounded, plain_rounded = whole(model, ids), whole(llama(), ids)
-        steps = in_chunks(model, ids, [40, 20, *[1] * 30])
+        steps = in_chunks(model, ids, [40, 35, *[1] * 15])
         made = greedy(model, ids[:, :60], new=10)
         loss = model(ids, labels=ids).loss
     loss.backward()

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import isentrope as ise
+from tests.hf.test_generation import gemma, mistral
 from tests.hf.tiny import TRAINED, llama, tokens
 
 SINKS, SIZE = 4, 24
@@ -106,6 +107,22 @@ def test_streaming_is_the_full_forward(recipe):
     steps = streamed(model, ids, [40] + [1] * 110)
     assert_close(steps, expected, **(ROUNDED if recipe == SINK else EXACT))
     assert_close(streamed(model, ids, [1] * 150), expected, **ROUNDED)
+
+
+@pytest.mark.parametrize("window", [20, 40])
+@pytest.mark.parametrize("make", [mistral, gemma])
+@pytest.mark.parametrize("recipe", [SINK, LAMBDA])
+def test_a_window_of_the_models_own(recipe, make, window):
+    """One that reaches past the recipe's would hide the sinks from a token far from them: the same, or refused."""
+    model, ids = ise.extend(make(sliding_window=window).double(), recipe), tokens(2, 100)
+    if window > SIZE:
+        try:
+            ise.StreamingCache(model)
+        except ValueError:
+            return
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    assert_close(streamed(model, ids, [40, 35, *[1] * 25]), expected, **ROUNDED)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -267,9 +284,13 @@ def test_padding_is_refused():
     with pytest.raises(ValueError, match="padd"):
         model.generate(ids, attention_mask=mask, max_new_tokens=9, past_key_values=ise.StreamingCache(model))
     cache = ise.StreamingCache(model)
+
+    def two_chunks():
+        model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+        model(ids[:, 40:], attention_mask=mask, past_key_values=cache)
+
     with torch.no_grad(), pytest.raises(ValueError, match="padd"):
-        for end in (40, 50):
-            model(ids[:, end - 40 if end == 40 else 40 : end], attention_mask=mask[:, :end], past_key_values=cache)
+        two_chunks()
 
 
 def test_tokens_cannot_be_taken_back():

@@ -63,6 +63,8 @@ class Call:
         """-slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
         if self.slopes is None:
             return None
-        rows, columns = rows or slice(None), columns or slice(None)
-        distance = (self.layout.query[:, None, rows, None] - self.layout.key[:, None, None, columns]).abs()
+        query, key = self.layout.query, self.layout.key
+        query = query if rows is None else query[:, rows]
+        key = key if columns is None else key[:, columns]
+        distance = (query[:, None, :, None] - key[:, None, None]).abs()
         return -self.slopes[:, None, None] * distance

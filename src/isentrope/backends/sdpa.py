@@ -117,7 +117,10 @@ def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
         yield slice(0, queries), slice(0, keys), Tile(q, k, v, None, call.causal, call.scale)
         return
     copies = (call.bounds[0].shape[0]) * (1 if call.slopes is None else q.shape[1])
-    step = max(1, min(queries, ROWS, MASK_ENTRIES // max(1, copies * keys)))
+    step = max(1, min(ROWS, MASK_ENTRIES // max(1, copies * keys)))
+    if queries <= step and not call.layout.banded:  # no numbers in slices: a compiled length may stay a variable
+        yield slice(None), slice(None), Tile(q, k, v, _additive(call, None, None), False, call.scale)
+        return
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         low, high = call.layout.key_range(call.region, rows.start, rows.stop)
@@ -129,7 +132,7 @@ def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
             yield rows, columns, tile
 
 
-def _additive(call: Call, rows: slice, columns: slice) -> Tensor:
+def _additive(call: Call, rows: slice | None, columns: slice | None) -> Tensor:
     """0 where a pair is visible (or its distance bias), -inf where it is not."""
     visible = call.mask(rows, columns)
     bias = call.bias(rows, columns)

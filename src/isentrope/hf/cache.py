@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from isentrope.hf.extend import extension
-from isentrope.hf.layer import layer_of
+from isentrope.hf.geometry import Evicting
+from isentrope.hf.rotary import streaming
 from isentrope.masks import Lambda, Sink
 from isentrope.positions import ReRoPE
+from isentrope.recipe import Recipe
 
 
 class StreamingLayer(DynamicLayer):
@@ -52,7 +55,7 @@ class StreamingLayer(DynamicLayer):
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.held + query_length, 0
+        return self.held + query_length, Evicting(0)
 
     def get_max_length(self) -> int:
         return self.sinks + self.size
@@ -72,18 +75,33 @@ class StreamingCache(Cache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         state = extension(model)
-        mask, position = state.recipe.mask, state.recipe.position
-        fits = isinstance(mask, Sink) or (isinstance(mask, Lambda) and isinstance(position, ReRoPE))
-        made = [layer_of(layer.module) for layer in state.layers if layer.rope is not None]
-        if not fits or any(layer.rope is None for layer in made):
+        kept = _kept(state.recipe)
+        own = [-span.low for layer in state.layers for span in layer.band.spans if span.low != -inf]
+        if kept is not None and own and max(own) >= kept[1]:
+            raise ValueError(
+                f"StreamingCache: expected a window of at least {max(own) + 1:g}, the model's own, in the recipe, got "
+                f"{kept[1]}: what the model stops seeing by itself cannot be told apart in the cache"
+            )
+        if kept is None:
             raise ValueError(
                 "StreamingCache: expected a model extended with 'sink:sinks=…,size=…', or with 'rerope:window=…' and "
-                f"'lambda:sinks=…,window=…', got {str(state.recipe)!r}"
+                "'lambda:sinks=…,window=…' of at least that window, and a temperature that counts visible keys, got "
+                f"{str(state.recipe)!r}"
             )
-        size = mask.size if isinstance(mask, Sink) else mask.window
         count = 1 + max(layer.index for layer in state.layers)
-        super().__init__(layers=[StreamingLayer(mask.sinks, size) for _ in range(count)])
+        super().__init__(layers=[StreamingLayer(*kept) for _ in range(count)])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Positions are counted inside the cache."""
         return self.layers[layer_idx].held  # type: ignore[union-attr]
+
+
+def _kept(recipe: Recipe) -> tuple[int, int] | None:
+    """Sinks and window of a recipe that neither sees nor counts the tokens between; None for any other."""
+    mask, position = recipe.mask, recipe.position
+    if getattr(recipe.temperature, "count", "visible") != "visible" or not isinstance(mask, (Sink, Lambda)):
+        return None
+    size = mask.size if isinstance(mask, Sink) else mask.window
+    # ReRoPE meets everything beyond its window at one distance, so that it does not matter what was there
+    capped = isinstance(position, ReRoPE) and position.window <= size
+    return (mask.sinks, size) if capped else streaming(mask, position)

@@ -15,6 +15,10 @@ from isentrope.precision import readable
 PLAIN = (causal_mask_function, bidirectional_mask_function)
 
 
+class Evicting(int):
+    """The kv_offset of a cache that lets go of tokens in the middle of a row, and counts slots instead of tokens."""
+
+
 def frames_mask(
     batch_size: int,
     q_length: int,
@@ -38,6 +42,8 @@ def frames_mask(
     known = isinstance(q_offset, int) and isinstance(kv_offset, int)
     whole_rows = known and kv_offset == 0 and bool(q_offset + q_length == kv_length)
     padding = attention_mask if _any_padding(attention_mask) else None
+    if padding is not None and isinstance(kv_offset, Evicting):
+        raise ValueError("StreamingCache: expected rows without padding, it would take the place of the first tokens")
     ids = _documents(mask_function, batch_size, q_length, device) if q_length == kv_length else None
     if whole_rows and padding is None and ids is None:
         return None

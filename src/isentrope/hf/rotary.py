@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -26,6 +26,19 @@ ROUNDINGS = ((True, False), (False, True), (True, True))
 
 
 @dataclass(frozen=True, eq=False)
+class _Same:
+    """A tensor as a key: that very tensor, which cannot be freed and another take its place meanwhile."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
 class Rope:
     """One set of frequencies of a model's rotary module. A module may hold several, one for each type of layer.
 
@@ -45,6 +58,11 @@ class Rope:
     def theta(self) -> Tensor:
         """The frequencies as they are now."""
         return getattr(self.module, self._named(FREQUENCIES))
+
+    def token(self) -> Hashable:
+        """Changes when the frequencies do."""
+        theta = self.theta
+        return _Same(theta), 0 if theta.is_inference() else theta._version
 
     @property
     def scaling(self) -> float:
@@ -82,8 +100,10 @@ class Rope:
             dtype = x.dtype if self.rounded else torch.float32
             return (found[0] * self.scaling).to(dtype), (found[1] * self.scaling).to(dtype)
 
-        key = (self.module, self.layer_type, self.rounded, id(position), x.dtype)
-        cos, sin = make() if layout is None else layout.remember(key, make)
+        if layout is None or torch.compiler.is_compiling():
+            cos, sin = make()
+        else:
+            cos, sin = layout.remember((self.token(), self.rounded, _Same(position), x.dtype), make)
         return rotate(x.float() if self.widened else x, cos, sin, self.interleaved).to(x.dtype)
 
 
@@ -113,6 +133,9 @@ class Native(Position):
     @property
     def learns(self) -> bool:  # type: ignore[override]
         return self.inner.learns
+
+    def token(self) -> Hashable:
+        return self.rope.token()
 
     @property
     def layout(self) -> str:
@@ -182,6 +205,5 @@ def fitted(position: Position, rope: Rope, model_type: str) -> Position:
 
 def streaming(mask: Mask | None, position: Position | None) -> tuple[int, int] | None:
     """Sinks and window of a recipe whose distances are measured as in StreamingLLM's cache, or None."""
-    if isinstance(mask, Sink) and (position is None or type(position) in (RoPE, PI, NTK, YaRN)):
-        return mask.sinks, mask.size
-    return None
+    one_angle = position is None or (type(position) in (RoPE, PI, NTK, YaRN) and position.keys_cacheable)
+    return (mask.sinks, mask.size) if isinstance(mask, Sink) and one_angle else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,10 @@ class Position(Part):
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """θ (pairs,) of a method that rotates, or (…, pairs) where it depends on the length (…) of the row."""
         raise NotImplementedError
+
+    def token(self) -> Hashable:
+        """What angles depend on besides the part's own options; where it is the same they may be kept."""
+        return None
 
     def resolved(self, train_length: int | None) -> Position:
         """The method with a training length it was not given filled in."""
