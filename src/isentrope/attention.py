@@ -175,11 +175,18 @@ def _geometry(
         documents=documents[0].ids if documents else None,
         position_ids=position_ids,
     )
+    if data or torch.compiler.is_compiling():
+        return layout, layout.simplify(_region(masks, causal))
+    region = layout.remember(("region", *masks, causal), lambda: layout.simplify(_region(masks, causal)))
+    return layout, region
+
+
+def _region(masks: list[Mask], causal: bool) -> Region:
     causal = causal or any(mask.causal for mask in masks)
     region = Full().region(causal)
     for mask in masks:
         region = region & mask.region(causal)
-    return layout, layout.simplify(region)
+    return region
 
 
 def _calls(

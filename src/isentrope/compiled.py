@@ -10,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SMALL = 1 << 12  # entries
+
 
 def compiled(function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable) -> Callable[..., Any]:
     """The function fused into kernels when its `tensors` live on a GPU; as it is on a CPU or inside a larger graph.
 
-    variant: whatever else the generated code depends on.
+    Of tensors as small as one token's, nothing is left to gain. variant: whatever else the generated code depends on.
     """
     if torch.compiler.is_compiling() or not any(x is not None and x.is_cuda for x in tensors):
+        return function
+    if all(x is None or x.numel() <= SMALL for x in tensors):
         return function
     return variant_of(function, tensors, *variant)
 

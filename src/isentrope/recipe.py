@@ -69,8 +69,8 @@ class Recipe:
         """The recipe with a position method's missing training length taken from the temperature."""
         if self.position is None:
             return self
-        known = getattr(self.temperature, "train_length", None)
-        return replace(self, position=self.position.resolved(known))
+        position = self.position.resolved(getattr(self.temperature, "train_length", None))
+        return self if position is self.position else replace(self, position=position)
 
     def for_layer(self, layer: int) -> Recipe:
         """The recipe of one layer, where temperatures differ from layer to layer."""

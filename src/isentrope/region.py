@@ -40,7 +40,8 @@ class Span:
             keys & Span(high=other.low),
             keys & Span(low=other.high),
         )
-        return tuple(piece for cut in cuts if not (piece := self & cut).empty)
+        pieces = [self & cut for cut in cuts]
+        return tuple(piece for piece in pieces if not piece.empty)
 
     def within(self, queries: int, keys: int) -> Span:
         """The same keys with bounds dropped that cannot bind for the last `queries` of positions 0 … keys - 1."""

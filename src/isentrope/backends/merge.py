@@ -62,14 +62,26 @@ class Merged(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        out, lse, v, *operands = ctx.saved_tensors
-        d_operands: list[Tensor] = []
-        dv_total: Tensor | None = None
-        for call in _filled(ctx.calls, v, operands):
-            dq, dk, dv = ctx.kernel.backward(call, grads[0], out, lse)
-            d_operands += [dq, dk]
-            dv_total = dv if dv_total is None else dv_total + dv
-        return None, None, dv_total, *d_operands
+        return _backward(ctx, *grads)
+
+
+class Traced(Merged):
+    """The same for a graph that is being compiled, which has no second derivatives to refuse."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _backward(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    out, lse, v, *operands = ctx.saved_tensors
+    d_operands: list[Tensor] = []
+    dv_total: Tensor | None = None
+    for call in _filled(ctx.calls, v, operands):
+        dq, dk, dv = ctx.kernel.backward(call, grads[0], out, lse)
+        d_operands += [dq, dk]
+        dv_total = dv if dv_total is None else dv_total + dv
+    return None, None, dv_total, *d_operands
 
 
 def _filled(calls: list[Call], v: Tensor, operands: Sequence[Tensor]) -> list[Call]:
@@ -84,4 +96,5 @@ def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
         parts = [kernel.forward(call) for call in calls]
         return merge([o for o, _ in parts], [lse for _, lse in parts])
-    return Merged.apply(kernel, calls, calls[0].v, *operands)
+    function = Traced if torch.compiler.is_compiling() else Merged
+    return function.apply(kernel, calls, calls[0].v, *operands)

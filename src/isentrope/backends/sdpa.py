@@ -70,7 +70,7 @@ class SDPA:
         for rows, _, tile in _tiles(call):
             o, branch = _forward(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], branch
-        if call.everything or call.causal:
+        if call.everything or call.causal or (call.q.shape[2] == 1 and call.layout.plain):
             return out, lse
         blind = call.seen == 0
         return out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -torch.inf)
@@ -116,6 +116,11 @@ def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
     if call.slopes is None and (call.everything or call.causal):
         yield slice(0, queries), slice(0, keys), Tile(q, k, v, None, call.causal, call.scale)
         return
+    if queries == 1 and call.slopes is None and call.layout.plain and len(call.region.spans) == 1:
+        low, high = call.layout.key_range(call.region, 0, 1)  # exactly what the one query sees
+        if low < high:
+            yield slice(None), slice(low, high), Tile(q, k[:, :, low:high], v[:, :, low:high], None, False, call.scale)
+        return
     copies = (call.bounds[0].shape[0]) * (1 if call.slopes is None else q.shape[1])
     step = max(1, min(ROWS, MASK_ENTRIES // max(1, copies * keys)))
     if queries <= step and not call.layout.banded:  # no numbers in slices: a compiled length may stay a variable
@@ -154,6 +159,10 @@ def _forward(tile: Tile) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=_expanded(bias, q, k), scale=scale
         )
+    if bias is None and q.dtype != torch.float32 and q.shape[2] == 1 and q.shape[-1] % 8 == 0:
+        # keys that grow by one from call to call would have cuDNN make a plan for each
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
     if bias is None and q.dtype != torch.float32:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
         return out, lse.reshape(q.shape[:-1])

@@ -60,6 +60,11 @@ class StreamingLayer(DynamicLayer):
     def get_max_length(self) -> int:
         return self.sinks + self.size
 
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError("StreamingCache: tokens cannot be taken back, what they pushed out is gone")
