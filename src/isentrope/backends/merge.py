@@ -66,7 +66,18 @@ class Merged(torch.autograd.Function):
 
 
 class Traced(Merged):
-    """The same for a graph that is being compiled, which has no second derivatives to refuse."""
+    """The same for a graph that is being compiled, which has no second derivatives to refuse.
+
+    Kernels write their output in place; torch 2.11 traces no gradient to such a tensor, but does to a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [kernel.forward(call) for call in _filled(calls, v, operands)]
+        out, lse = (x.clone() for x in merge([o for o, _ in parts], [lse for _, lse in parts]))
+        ctx.kernel, ctx.calls = kernel, calls
+        ctx.save_for_backward(out, lse, v, *operands)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
