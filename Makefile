@@ -21,7 +21,7 @@ demo: $(READY)  ## what each temperature law does to attention entropy, n = 64 â
 	$(BIN)/isentrope laws --out results/laws
 
 test: $(READY)  ## every test that runs on this machine
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

