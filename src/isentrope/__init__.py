@@ -65,6 +65,13 @@ _LATER = {"theory": "isentrope.theory", "PoSECollator": "isentrope.data.collate"
 )
 
 
+__all__ += sorted(_LATER)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'isentrope' has no attribute {name!r}")

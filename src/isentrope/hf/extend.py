@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -22,14 +20,15 @@ from transformers.utils.hub import cached_file
 
 from isentrope.attention import BACKENDS
 from isentrope.hf.layer import NAME, Layer
+from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
-from isentrope.hf.rotary import Native, Rope, fitted, scaled, streaming
-from isentrope.positions import CLEX, Position, RoPE
+from isentrope.hf.rotary import SHARED, Rope
+from isentrope.positions import CLEX
+from isentrope.precision import readable
 from isentrope.recipe import Recipe
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 STATE = "_isentrope"  # on an extended model: how to undo it
-SHARED = "isentrope_position"  # on an extended model: a learned position method, shared by all layers
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Extension:
     recipe: Recipe
     model_type: str
     layers: list[Attending]
-    configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=dict)
+    configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     frequencies: list[tuple[Rope, Tensor, float]] = field(default_factory=list)
 
@@ -63,9 +62,9 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
     kind, layers = inner.config.model_type, probe(inner)
-    recipe = _read(recipe, inner.config.get_text_config(), layers)
-    _check(recipe, kind, layers)
-    _check_trained(recipe, kind, allow_untrained)
+    recipe = read(recipe, inner.config.get_text_config(), layers)
+    check(recipe, kind, layers)
+    check_trained(recipe, kind, allow_untrained)
     _extend(model, inner, Extension(recipe, kind, layers), backend)
     return model
 
@@ -85,7 +84,8 @@ def extended(model: Model, recipe: Recipe | str, **options: Any) -> Iterator[Mod
     try:
         yield model
     finally:
-        restore(model)
+        if _state(_inner(model)) is not None:
+            restore(model)
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
@@ -106,8 +106,8 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     options.setdefault("attn_implementation", "sdpa" if kind._supports_sdpa else "eager")
     model: PreTrainedModel = kind.from_pretrained(folder, config=config, **options)
     layers = probe(model)
-    recipe = _read(recipe, model.config.get_text_config(), layers)
-    _check(recipe, model.config.model_type, layers)
+    recipe = read(recipe, model.config.get_text_config(), layers)
+    check(recipe, model.config.model_type, layers)
     state = Extension(recipe, model.config.model_type, layers)
     _extend(model, model, state, saved.get("backend", "auto"))
     if recipe.learned:
@@ -135,7 +135,7 @@ def _state(inner: Any) -> Extension | None:
 
 def _extend(model: nn.Module, inner: PreTrainedModel, state: Extension, backend: str) -> None:
     config = inner.config.get_text_config()
-    plans = _plan(state.recipe, state.layers, config)
+    plans = planned(state.recipe, state.layers, config, inner)
     try:
         _apply(model, inner, state, plans, backend)
     except BaseException:
@@ -144,125 +144,10 @@ def _extend(model: nn.Module, inner: PreTrainedModel, state: Extension, backend:
     setattr(inner, STATE, state)
 
 
-def _read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]) -> Recipe:
-    """The recipe, with what it requires and leaves out taken from the model."""
-    turning = {2 * layer.rope.theta.shape[-1] for layer in layers if layer.rope is not None}
-    known = {
-        "train_length": _train_length(config),
-        "heads": layers[0].heads,
-        "dim": turning.pop() if len(turning) == 1 else None,
-    }
-    if not isinstance(recipe, (Recipe, str)):
-        raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
-    # what a recipe learns belongs to one model
-    recipe = Recipe.parse(recipe, **known) if isinstance(recipe, str) else copy.deepcopy(recipe)
-    recipe = recipe.resolved()
-    if recipe.position is None:
-        return recipe
-    return replace(recipe, position=recipe.position.resolved(known["train_length"]))
-
-
-def _train_length(config: PreTrainedConfig) -> int | None:
-    """The length a config says its model was trained at."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
-    found = found or getattr(config, "original_max_position_embeddings", None)
-    return found or getattr(config, "max_position_embeddings", None)
-
-
-def _check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
-    untrained = [part for part in (recipe.score, recipe.position, recipe.temperature) if _needs_training(part)]
-    if untrained:
-        what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
-        if not allow_untrained:
-            raise ValueError(
-                f"{what}, and does not work with it before it is; to train it, or to see, pass allow_untrained=True"
-            )
-        warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
-
-
-def _check(recipe: Recipe, kind: str, layers: list[Attending]) -> None:
-    if recipe.position is not None and all(layer.rope is None for layer in layers):
-        raise ValueError(
-            f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
-        )
-    if recipe.temperature is None:
-        return
-    for layer in layers:
-        law = recipe.for_layer(layer.index).temperature
-        tau = law.scale(torch.full((1, 1, 1), 1 << 20), layer.head_dim)
-        if tau.shape[-2] not in (1, layer.heads):
-            raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {tau.shape[-2]}")
-
-
-def _needs_training(part: Any) -> bool:
-    return getattr(part, "needs_training", False)
-
-
-@dataclass
-class _Plan:
-    """One layer: its recipe, whose frequencies its keys arrive without, and frequencies to write into the model."""
-
-    recipe: Recipe
-    raw: Rope | None = None
-    theta: Tensor | None = None
-
-
-def _plan(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig) -> list[_Plan]:
-    shared: dict[tuple[int, str | None], Position] = {}
-    plans = []
-    for layer in layers:
-        own = recipe.for_layer(layer.index)
-        if isinstance(own.temperature, nn.Module):
-            own = replace(own, temperature=copy.deepcopy(own.temperature))
-        causal = all(span.high <= 1 for span in layer.band.spans)
-        rope = layer.rope
-        stream = streaming(recipe.mask, recipe.position) if causal else None
-        if rope is None or not (recipe.position or stream) or not _reached(layer, layers):
-            plans.append(_Plan(replace(own, position=None)))
-            continue
-        key = (id(rope.module), rope.layer_type)
-        if key not in shared:
-            shared[key] = _position(recipe, rope, layer.head_dim, stream, config.model_type)
-        position = shared[key]
-        if isinstance(position, Native) and position.size is None and position.inner.keys_cacheable:
-            # one angle a position: the model's own rotary module rotates, and its cache holds rotated keys
-            plans.append(_Plan(replace(own, position=None), theta=scaled(position.inner, rope, layer.head_dim)))
-        else:
-            plans.append(_Plan(replace(own, position=position), raw=rope))
-    return plans
-
-
-def _reached(layer: Attending, layers: list[Attending]) -> bool:
-    """Whether a position method applies to a layer.
-
-    Where a model keeps frequencies of their own for its windowed layers, those never meet a distance they have not
-    seen, and stay as they are.
-    """
-    windowed = any(span.low > float("-inf") for span in layer.band.spans)
-    own = layer.rope is not None and layer.rope.layer_type is not None
-    return not (
-        windowed and own and any(other.rope is not None and not other.rope.same(layer.rope) for other in layers)
-    )
-
-
-def _position(recipe: Recipe, rope: Rope, head_dim: int, stream: tuple[int, int] | None, kind: str) -> Position:
-    position = fitted(recipe.position or RoPE(), rope, kind)
-    if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
-        raise ValueError(f"{kind}: rotates part of a head and scales it, which {position} cannot be joined to")
-    if not position.rotates:
-        return position
-    sinks, size = stream or (0, None)
-    return Native(position, rope, sinks, size)
-
-
-def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: list[_Plan], backend: str) -> None:
-    _own_configs(model, state)
-    for _, new in state.configs.values():
-        new._attn_implementation = NAME
-    top: Any = inner.config
-    setattr(top, NAME, {"recipe": state.recipe.to_dict(), "backend": backend})
-    top.attn_implementation = NAME  # in config.json: loading without the recipe fails instead of running without it
+def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: list[Plan], backend: str) -> None:
+    # attn_implementation in config.json: loading without the recipe fails, instead of running without it
+    marks = {NAME: {"recipe": state.recipe.to_dict(), "backend": backend}, "attn_implementation": NAME}
+    _own_configs(model, inner, state, marks)
     if isinstance(state.recipe.position, CLEX):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
@@ -270,25 +155,44 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
         made = Layer(plan.recipe, layer.band, rope, backend)
         device = next(iter(layer.module.parameters())).device
+        if device.type == "meta" and plan.recipe.learned:
+            raise ValueError(f"{state.model_type}: {layer.name} is offloaded, so {state.recipe} has nowhere to learn")
         setattr(layer.module, NAME, made.to(device).train(layer.module.training))
         if plan.raw is not None:
             raw.setdefault(plan.raw.module, set()).add(plan.raw.layer_type)
         if plan.theta is not None and layer.rope is not None:
             _write(state, layer.rope, plan.theta)
+    consecutive = not all(layer.placed for layer in state.layers)
     for module, types in raw.items():
-        state.handles.append(module.register_forward_hook(_only(types), with_kwargs=True))
+        state.handles.append(module.register_forward_hook(_Unrotated(types, consecutive), with_kwargs=True))
+    state.handles.append(inner.base_model.register_forward_pre_hook(_still_ours))
 
 
-def _only(types: set[str | None]) -> Any:
-    """A hook that leaves queries and keys unrotated in layers of these types."""
+class _Unrotated:
+    """A hook on a rotary module: queries and keys of these types of layers stay as they are.
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
-            raise RuntimeError("the attention implementation was changed: call isentrope.restore(model) before that")
+    consecutive: the model does not hand positions on to attention, so that they must not jump.
+    """
+
+    def __init__(self, types: set[str | None], consecutive: bool) -> None:
+        self.types, self.consecutive = types, consecutive
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        return unrotated(module, args, kwargs, output) if types == {None} or layer_type in types else output
+        if self.types != {None} and layer_type not in self.types:
+            return output
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        if positions.dim() > 2:
+            raise ValueError("position_ids: expected (batch, tokens) where keys are cached raw, got more dimensions")
+        if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
+            raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
+        return unrotated(module, args, kwargs, output)
 
-    return hook
+
+def _still_ours(module: nn.Module, args: Any) -> None:
+    """A hook on an extended model."""
+    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+        raise RuntimeError("the attention implementation was changed: call isentrope.restore(model) before that")
 
 
 def _write(state: Extension, rope: Rope, theta: Tensor) -> None:
@@ -298,32 +202,41 @@ def _write(state: Extension, rope: Rope, theta: Tensor) -> None:
     rope.write(theta, rope.scaling)
 
 
-def _own_configs(model: nn.Module, state: Extension) -> None:
-    """Give the model config objects of its own: others may share those it has."""
-    new = copy.deepcopy({id(config): config for config in configs(model)})
-    old = {id(config): config for config in configs(model)}
-    state.configs = {key: (old[key], new[key]) for key in old}
+def _own_configs(model: nn.Module, inner: PreTrainedModel, state: Extension, marks: dict[str, Any]) -> None:
+    """Give the model config objects of its own, the outermost marked: others may share those it has."""
+    old = configs(model)
+    state.configs = []
+    for before, after in zip(old, copy.deepcopy(old), strict=True):
+        after._attn_implementation = NAME
+        for name, value in marks.items() if before is inner.config else ():
+            setattr(after, name, value)
+        state.configs.append((before, after, copy.deepcopy(after.__dict__)))
+    _point(model, {id(before): after for before, after, _ in state.configs})
+
+
+def _point(model: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
     for module in model.modules():
         given = module.__dict__.get("config")
-        if id(given) in state.configs:
-            module.config = state.configs[id(given)][1]  # type: ignore[assignment]
+        if id(given) in to:
+            module.config = to[id(given)]  # type: ignore[assignment]
 
 
 def _undo(model: nn.Module, inner: PreTrainedModel, state: Extension) -> None:
     for handle in state.handles:
         handle.remove()
     for rope, theta, scaling in state.frequencies:
-        rope.write(theta, scaling)
+        rope.write(theta.to(rope.theta.dtype), scaling)  # as the model has been moved since
     for layer in state.layers:
         if hasattr(layer.module, NAME):
             delattr(layer.module, NAME)
     if hasattr(inner, SHARED):
         delattr(inner, SHARED)
-    back = {id(new): old for old, new in state.configs.values()}
-    for module in model.modules():
-        given = module.__dict__.get("config")
-        if id(given) in back:
-            module.config = back[id(given)]  # type: ignore[assignment]
+    for before, after, then in state.configs:
+        for name, value in after.__dict__.items():
+            # what was changed meanwhile stays changed; sub-configs are objects of their own
+            if not isinstance(value, PreTrainedConfig) and (name not in then or then[name] != value):
+                setattr(before, name, value)
+    _point(model, {id(after): before for before, after, _ in state.configs})
 
 
 def _unmark(config: PreTrainedConfig) -> None:
@@ -334,7 +247,11 @@ def _unmark(config: PreTrainedConfig) -> None:
 
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    return {
+        key: options[key]
+        for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+        if key in options
+    }
 
 
 def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:

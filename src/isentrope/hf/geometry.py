@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from isentrope.layout import Frames, Layout, layout_of, runs
 from isentrope.precision import readable
 
+_layouts: Any = WeakTensorKeyDictionary()  # by mask: the layers of a forward pass are handed the same
 PLAIN = (causal_mask_function, bidirectional_mask_function)
 
 
@@ -70,12 +72,12 @@ def layout_for(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
         raise ValueError(f"attention_mask: expected None or 0 and 1 of shape (batch, tokens), got {got}")
     if torch.compiler.is_compiling():
         return Layout(batch, queries, keys, query.device, frames=_frames(mask))
-    known = getattr(mask, "_isentrope", None)
+    known = _layouts.get(mask)
     if known is not None and known.keys == keys and known.device == query.device:
         return known
     with torch.inference_mode(False):  # or a later call could not save it for its backward
         layout = Layout(batch, queries, keys, query.device, frames=_frames(mask.to(query.device, copy=True)))
-    mask._isentrope = layout  # type: ignore[attr-defined]
+    _layouts[mask] = layout
     return layout
 
 

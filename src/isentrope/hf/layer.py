@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -14,7 +15,7 @@ from isentrope.attention import attention
 from isentrope.hf.geometry import frames_mask, layout_for
 from isentrope.hf.rotary import Rope
 from isentrope.layout import Layout
-from isentrope.masks import Mask
+from isentrope.masks import Lambda, Mask, Sink
 from isentrope.precision import readable
 from isentrope.recipe import Recipe
 from isentrope.region import CAUSAL, EVERYTHING, Region
@@ -23,7 +24,7 @@ NAME = "isentrope"  # the attention implementation, and the attribute of an atte
 
 
 @dataclass(frozen=True)
-class Native(Mask):
+class Own(Mask):
     """The mask that a layer had before."""
 
     shown: Region
@@ -40,12 +41,12 @@ class Layer(nn.Module):
 
     def __init__(self, recipe: Recipe, native: Region, rope: Rope | None, backend: str) -> None:
         super().__init__()
-        self.recipe, self.native, self.rope, self.backend = recipe, Native(native), rope, backend
+        self.recipe, self.native, self.rope, self.backend = recipe, Own(native), rope, backend
         self.parts = tuple(
             part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
         )
-        if isinstance(recipe.temperature, nn.Module):
-            self.temperature = recipe.temperature  # registered, so that it trains, moves and is saved
+        # registered, so that it trains, moves and is saved
+        self.temperature = recipe.temperature if isinstance(recipe.temperature, nn.Module) else None
 
     @property
     def causal(self) -> bool:
@@ -54,9 +55,9 @@ class Layer(nn.Module):
 
     def idle(self, length: int, framed: bool) -> bool:
         """Whether rows of up to `length` keys come out as from the model that was extended."""
-        # with a cache that has let go of keys, positions run past the number of keys
-        by_position = framed and getattr(self.recipe.temperature, "count", None) == "position"
-        return not by_position and all(part.idle(length) for part in self.parts)
+        # with a cache that has let go of keys, positions and lengths run past the number of keys
+        beyond = framed and getattr(self.recipe.temperature, "count", "visible") != "visible"
+        return not beyond and all(part.idle(length) for part in self.parts)
 
     def forward(
         self,
@@ -72,13 +73,13 @@ class Layer(nn.Module):
     ) -> Tensor:
         layout = layout_for(mask, query, key)
         if self.rope is not None:
-            layout = _placed(layout, position_ids)
+            layout = _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)))
         if sink_logits is None and self.idle(key.shape[2], layout.framed) and layout.implicit:
             return self._plain(module, query, key, value, mask, layout, scaling, dropout)
         if dropout:
             raise ValueError(
                 f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; "
-                "set it to 0 in the config"
+                "load the model with attention_dropout=0"
             )
         if (dtype := _autocast(query.device.type)) is not None:  # as SDPA does
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -87,10 +88,13 @@ class Layer(nn.Module):
             scale = scale * self.rope.scaling**2
         options: dict[str, Any] = {"causal": self.causal, "mask": self.native, "layout": layout}
         options |= {"scale": scale, "backend": self.backend}
+        recipe = self.recipe
+        if self.temperature is not None:  # as it is registered: it may have been wrapped since
+            recipe = replace(recipe, temperature=self.temperature)
         if sink_logits is None:
-            out = attention(query, key, value, self.recipe, **options)
+            out = attention(query, key, value, recipe, **options)
         else:
-            out = _with_sinks(query, key, value, self.recipe, sink_logits, options)
+            out = _with_sinks(query, key, value, recipe, sink_logits, options)
         return out.transpose(1, 2).contiguous()
 
     def _plain(
@@ -129,23 +133,26 @@ def layer_of(module: nn.Module) -> Any:
     return getattr(module, NAME, None)
 
 
-def _placed(layout: Layout, position_ids: Tensor | None) -> Layout:
+# by the tensor of position ids: the layout it was looked at for, its version then, and what came out
+_places: Any = WeakTensorKeyDictionary()
+
+
+def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool) -> Layout:
     """The layout at the caller's own positions, where those are not simply one after another."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
         return layout
-    if torch.compiler.is_compiling():
-        return _place(layout, position_ids)
-    if position_ids.is_inference():  # has no version to tell whether it was changed
-        return _place(layout, position_ids)
+    # an inference tensor has no version to tell whether it was changed
+    if torch.compiler.is_compiling() or position_ids.is_inference():
+        return _place(layout, position_ids, evicting)
     # looked at once a forward pass: all layers are handed the same tensor
-    known, version, placed = getattr(position_ids, "_isentrope", (None, None, layout))
+    known, version, placed = _places.get(position_ids, (None, None, layout))
     if known is not layout or version != position_ids._version:
-        placed = _place(layout, position_ids)
-        position_ids._isentrope = (layout, position_ids._version, placed)  # type: ignore[attr-defined]
+        placed = _place(layout, position_ids, evicting)
+        _places[position_ids] = (layout, position_ids._version, placed)
     return placed
 
 
-def _place(layout: Layout, position_ids: Tensor) -> Layout:
+def _place(layout: Layout, position_ids: Tensor, evicting: bool) -> Layout:
     shift = position_ids.to(layout.device) - layout.query
     inside = layout.query >= 0  # not padding on the left
     if layout.framed:
@@ -159,6 +166,10 @@ def _place(layout: Layout, position_ids: Tensor) -> Layout:
         )
         return layout
     if bool(steady.all()):
+        # keys of a cache stand where they were counted: from the first token, or from the first slot of a padded row
+        counted = (shift == 0) | (shift == layout.origin) | ~inside
+        if layout.queries != layout.keys and not evicting and not bool(counted.all()):
+            raise ValueError("position_ids: expected positions that go on from the keys in the cache, got others")
         return layout
     if layout.queries != layout.keys:
         raise ValueError("position_ids: expected consecutive positions where keys come from a cache, got a jump")

@@ -7,7 +7,7 @@ rotation, whatever its code looks like.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ class Attending:
     heads: int
     head_dim: int
     rope: Rope | None
-    sink_logits: bool
+    placed: bool  # whether it is told the positions of its queries
 
 
 @dataclass
@@ -127,7 +127,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 raise UnsupportedModelError(f"{where} {what}")
         if not isinstance(mask, Region):
             raise UnsupportedModelError(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
-        rope = _rotation(raw.seen[module][:2], (query, key), found, where)
+        rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found, expected.values()), where)
         index = getattr(module, "layer_idx", None)
         layers.append(
             Attending(
@@ -138,10 +138,17 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 heads=query.shape[1],
                 head_dim=query.shape[-1],
                 rope=rope,
-                sink_logits=arguments.get("s_aux") is not None,
+                placed=arguments.get("position_ids") is not None,
             )
         )
     return layers
+
+
+def _near(module: nn.Module, found: list[Rope], attending: Iterable[nn.Module]) -> list[Rope]:
+    """The frequencies that may be those of an attention module: its own, or else those of no other one."""
+    own = [rope for rope in found if rope.module in set(module.modules())]
+    others = {part for other in attending if other is not module for part in other.modules()}
+    return own or [rope for rope in found if rope.module not in others]
 
 
 def _attends(module: nn.Module) -> bool:
@@ -156,7 +163,7 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
     with ExitStack() as stack:
         stack.callback(_recorder.reset, token)
         for module in {rope.module for rope in found}:
-            handle = module.register_forward_hook(_placed if rotating else unrotated, with_kwargs=True)
+            handle = module.register_forward_hook(_at_positions if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
         size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
@@ -173,7 +180,7 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
     return recorder
 
 
-def _placed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _at_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A rotary module's answer for POSITIONS."""
     given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     positions = torch.tensor(POSITIONS, device=given.device).expand_as(given)

@@ -19,6 +19,7 @@ from isentrope.positions.rope import Rotary
 from isentrope.region import band
 
 FREQUENCIES = "inv_freq"
+SHARED = "isentrope_position"  # on an extended model: a learned position method, shared by all layers
 # kinds of transformers' own scaling whose frequencies change with the length of the input
 BY_LENGTH = ("dynamic", "longrope")
 # (rounded, widened) of a `Rope`, as models do it
@@ -121,12 +122,14 @@ class Native(Position):
 
     sinks, size: distances as in a cache that keeps `sinks` first tokens and a window of `size`, which is how
     StreamingLLM measures them: a sink that has left the window stays at the distance where it left it.
+    owner: where a learned `inner` is registered, and may have been wrapped since.
     """
 
     inner: Position
     rope: Rope
     sinks: int = 0
     size: int | None = None
+    owner: nn.Module | None = None
     rotates = True
     keys_cacheable = False
 
@@ -155,7 +158,9 @@ class Native(Position):
         )
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if isinstance(self.inner, CLEX) or (isinstance(self.inner, NTK) and self.inner.dynamic):
+        if self.owner is not None:
+            return getattr(self.owner, SHARED).frequencies(head_dim, length, dtype, device)
+        if isinstance(self.inner, NTK) and self.inner.dynamic:
             return self.inner.frequencies(head_dim, length, dtype, device)
         return scaled(self.inner, self.rope, head_dim).to(device, dtype)
 

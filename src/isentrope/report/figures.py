@@ -241,7 +241,7 @@ def perplexity(results: Path) -> list[Path]:
 
 def _split(recipe: str) -> tuple[str, str]:
     """A recipe's text as its method and its temperature."""
-    laws = ("infoscale", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted")
+    laws = ("infoscale", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted", "ssmax", "constant")
     parts = recipe.split("+")
     temperature = [part.split(":")[0] for part in parts if part.startswith(laws)]
     method = "+".join(part for part in parts if not part.startswith(laws)) or "plain"

@@ -6,10 +6,19 @@ import json
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
+STYLE: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "title_style": "bold",
+    "title_justify": "left",
+    "caption_justify": "left",
+    "pad_edge": False,
+    "collapse_padding": True,
+}
 # lengths a table shows, so that it fits 80 columns; the results file has them all
 SHOWN = 4
 
@@ -28,12 +37,7 @@ def laws(results: Path) -> Table:
             "* where too few keys carry the weight for it to hold.\n"
             f"τ: at n = {last}. All laws are the bare formulas (clamp=False)."
         ),
-        box=box.SIMPLE_HEAD,
-        title_style="bold",
-        title_justify="left",
-        caption_justify="left",
-        pad_edge=False,
-        collapse_padding=True,
+        **STYLE,
         min_width=72,  # the title in one line
     )
     shown = _thinned(lengths)
@@ -73,12 +77,7 @@ def perplexity(results: Path) -> Table:
     table = Table(
         title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
         caption="The best recipe of each bucket is bold.",
-        box=box.SIMPLE_HEAD,
-        title_style="bold",
-        title_justify="left",
-        caption_justify="left",
-        pad_edge=False,
-        collapse_padding=True,
+        **STYLE,
     )
     table.add_column("recipe")
     for low, high in pairwise(edges):

@@ -1,0 +1,195 @@
+"""Corners: what a caller may do to an extended model besides running it."""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLTextConfig,
+)
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+import isentrope as ise
+from tests.hf.tiny import llama, tokens
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(input_ids=ids, **options)[0]
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=64", "pi:factor=4", "rerope:window=16+infoscale:train_length=16"])
+def test_a_rotary_module_in_every_layer(recipe):
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_key_value_heads": 4, "ffn_dim": 64, "audio_vocab_size": None}
+    model = MoshiForCausalLM(MoshiConfig(**sizes)).eval()
+    ids = tokens(1, 40)
+    plain = logits(model, ids)
+    ropes = [layer.self_attn.rotary_emb for layer in model.model.layers]
+    with ise.extended(model, recipe):
+        found = logits(model, ids)
+        if recipe == "rerope:window=64":
+            assert torch.equal(found, plain)
+        elif recipe == "pi:factor=4":
+            assert torch.equal(ropes[0].inv_freq, ropes[1].inv_freq) and ropes[0].inv_freq[0] == 0.25
+        else:
+            assert [len(rope._forward_hooks) for rope in ropes] == [1, 1]
+            steps, cache = [], DynamicCache(config=model.config)
+            for i in range(40):
+                steps.append(logits(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True))
+            torch.testing.assert_close(torch.cat(steps, 1), found, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize(("recipe", "name"), [("ssmax", "temperature"), ("clex:max_factor=4", "isentrope_position")])
+def test_learned_parts_train_beside_adapters(recipe, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = ise.extend(llama(), recipe, allow_untrained=True)
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=[name], r=2)
+    wrapped = get_peft_model(model, lora).train()
+    for module in wrapped.modules():
+        if isinstance(module, ise.CLEX):
+            module.factor.fill_(3)
+    ids = tokens(2, 100)
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    learned = {key: x for key, x in wrapped.named_parameters() if f"{name}.modules_to_save" in key}
+    moved = [x for key, x in learned.items() if ".up." not in key]  # CLEX's inner weights wait for its outer ones
+    assert moved and all(x.grad is not None and x.grad.abs().sum() > 0 for x in moved)
+    before = logits(wrapped.eval(), ids)
+    with torch.no_grad():
+        for x in learned.values():
+            x.add_(0.3)
+    assert not torch.allclose(logits(wrapped, ids), before)
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "window:size=16", "yarn:factor=4", "rerope:window=16"])
+def test_another_attention_implementation_is_refused(recipe):
+    model, ids = llama(), tokens(1, 80)
+    plain = logits(model, ids)
+    ise.extend(model, recipe)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="restore"):
+        model(ids)
+    ise.restore(model)
+    assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=64", "rerope:window=16+infoscale:train_length=16"])
+def test_cached_keys_stand_where_they_were_counted(recipe):
+    model, ids = ise.extend(llama(), recipe), tokens(1, 21)
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :20], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match="go on from the keys in the cache"):
+        logits(model, ids[:, 20:], past_key_values=cache, position_ids=torch.tensor([[50]]), use_cache=True)
+
+
+def test_positions_of_more_dimensions_are_refused():
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = Qwen2VLTextConfig(**SIZES, rope_parameters=rope)
+    model = Qwen2VLTextModel(Qwen2VLConfig(text_config=text.to_dict()).text_config).eval()
+    ids = tokens(1, 30)
+    spread = torch.arange(30).expand(3, 1, 30) * torch.tensor([1, 2, 3])[:, None, None]
+    try:
+        ise.extend(model, "rerope:window=64")
+    except ValueError:
+        return  # refused at once: as good
+    with pytest.raises(ValueError, match="position_ids"):
+        logits(model, ids, position_ids=spread)
+
+
+def test_positions_that_attention_is_not_shown():
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    model = PersimmonForCausalLM(PersimmonConfig(**sizes)).eval()
+    ids = tokens(1, 40)
+    jump = torch.arange(40)[None] + 100 * (torch.arange(40) >= 20)
+    ise.extend(model, "rerope:window=16")
+    logits(model, ids)
+    with pytest.raises(ValueError, match="consecutive"):
+        logits(model, ids, position_ids=jump, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("count", ["sequence", "position", "visible"])
+def test_a_sliding_cache_does_not_hide_the_length(count):
+    """The law sets in past the model's own window: by keys in the cache it never would."""
+    torch.manual_seed(0)
+    config = MistralConfig(**(SIZES | {"num_hidden_layers": 1, "sliding_window": 16}))
+    model = ise.extend(MistralForCausalLM(config).eval(), f"logn:train_length=40,count={count}")
+    ids = tokens(1, 61)
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :60], past_key_values=cache, use_cache=True)
+    step = logits(model, ids[:, 60:], past_key_values=cache, use_cache=True)
+    torch.testing.assert_close(step[:, -1], logits(model, ids)[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_changes_of_the_config_outlive_restoring():
+    model = llama()
+    with ise.extended(model, "rerope:window=16"):
+        model.resize_token_embeddings(120)
+        model.config.use_cache = False
+        ise.restore(model)  # and leaving the block is no error then
+    assert model.config.vocab_size == 120 and model.config.use_cache is False
+    assert model.config._attn_implementation == "sdpa" and "isentrope" not in model.config.to_dict()
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=16+infoscale", "sink:sinks=4,size=16"])
+def test_pickles(recipe):
+    model, ids = ise.extend(llama(), recipe), tokens(1, 80)
+    positions = torch.arange(80)[None]
+    expected = logits(model, ids, position_ids=positions)
+    torch.save(positions, io.BytesIO())  # nothing was left on the caller's tensor
+    assert not vars(positions)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(twin, ids), expected)
+
+
+def test_a_model_is_freed():
+    model = ise.extend(llama(), "rerope:window=16+infoscale")
+    logits(model, tokens(1, 80))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(("kind", "length"), [("llama3", 256), ("yarn", 32)])
+def test_the_training_length_of_scaled_frequencies(kind, length):
+    """llama3's scaling comes with training at the longer length, YaRN's need not."""
+    scaling = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = ise.extend(llama(max_position_embeddings=256, rope_parameters=scaling), "infoscale")
+    assert f"train_length={length}" in ise.describe(model).recipe
+
+
+def test_the_public_names():
+    names = {"extend", "extended", "restore", "load", "describe", "StreamingCache", "PoSECollator", "theory"}
+    assert names <= set(dir(ise)) and names <= set(ise.__all__)
