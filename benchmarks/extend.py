@@ -1,9 +1,10 @@
 """What extending a model costs: prefill and decoding under each recipe, as ratios to the plain model.
 
-    python benchmarks/extend.py MODEL [--gguf-file NAME] [--length 32768] [--out benchmarks/results/extend.json]
+    python benchmarks/extend.py [MODEL] [--gguf-file NAME] [--length 32768] [--out benchmarks/results/extend.json]
 
-Random tokens. Prefill is one forward pass over `length` tokens without logits; decoding is greedy steps from a cache
-of that length, eagerly, no graphs. Medians of warm runs.
+Without MODEL a Llama of SmolLM2-135M's shape with random weights. Random tokens. Prefill is one forward pass over
+`length` tokens without logits; decoding is greedy steps from a cache of that length, eagerly, no graphs. Medians of
+warm runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from measure import save
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import isentrope as ise
 from isentrope.study.perplexity import load
@@ -35,14 +36,14 @@ RECIPES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--gguf-file")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/extend.json"))
     options = parser.parse_args()
-    model = load(options.model, "auto", "auto", options.gguf_file).eval()
+    model = (load(options.model, "auto", "auto", options.gguf_file) if options.model else random_model()).eval()
     rows: list[dict[str, object]] = []
     measure(model, options)  # the first run pays for memory that all others find there
     base = measure(model, options)
@@ -55,6 +56,17 @@ def main() -> None:
         rows.append({"recipe": recipe, "length": options.length, **found, **ratios})
         print(f"{recipe} {rows[-1]}", flush=True)
         save(options.out, rows)
+
+
+def random_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    model: PreTrainedModel = LlamaForCausalLM(
+        LlamaConfig(**shape, **heads, rope_parameters=rope, tie_word_embeddings=True)
+    )
+    return model.to("cuda", torch.bfloat16) if torch.cuda.is_available() else model
 
 
 def measure(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, float]:
