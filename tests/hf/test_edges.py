@@ -15,13 +15,12 @@ from transformers import (
     DynamicCache,
     MistralConfig,
     MistralForCausalLM,
-    MoshiConfig,
-    MoshiForCausalLM,
     PersimmonConfig,
     PersimmonForCausalLM,
     Qwen2VLConfig,
     Qwen2VLTextConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import isentrope as ise
@@ -44,11 +43,20 @@ def logits(model, ids, **options):
         return model(input_ids=ids, **options)[0]
 
 
+class OwnRotaryAttention(LlamaAttention):
+    """Attention with a rotary module to itself, as some models have it."""
+
+    def forward(self, hidden_states, position_embeddings=None, position_ids=None, **options):
+        turns = self.rotary_emb(hidden_states, position_ids)
+        return super().forward(hidden_states, position_embeddings=turns, position_ids=position_ids, **options)
+
+
 @pytest.mark.parametrize("recipe", ["rerope:window=64", "pi:factor=4", "rerope:window=16+infoscale:train_length=16"])
 def test_a_rotary_module_in_every_layer(recipe):
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_key_value_heads": 4, "ffn_dim": 64, "audio_vocab_size": None}
-    model = MoshiForCausalLM(MoshiConfig(**sizes)).eval()
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnRotaryAttention
+        layer.self_attn.rotary_emb = LlamaRotaryEmbedding(model.config)
     ids = tokens(1, 40)
     plain = logits(model, ids)
     ropes = [layer.self_attn.rotary_emb for layer in model.model.layers]
