@@ -139,7 +139,7 @@ def _mask(region: Region) -> str:
             parts.append(f"{1 - low:g} keys up to the query" if high == 1 else f"{-low:g} keys behind")
         if high not in (1, float("inf")):
             parts.append(f"{high - 1:g} keys ahead" if high > 1 else f"more than {-high:g} keys behind")
-        return " within ".join(parts) or ("every key up to the query" if high == 1 else "every key")
+        return ", ".join(parts) or ("every key up to the query" if high == 1 else "every key")
 
     return " and ".join(one(span.start, span.stop, span.low, span.high) for span in region.spans)
 

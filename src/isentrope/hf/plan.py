@@ -55,6 +55,7 @@ def _train_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
+    """Refuse parts that a model does not work with before it was trained with them, or warn of them."""
     untrained = [part for part in (recipe.score, recipe.position, recipe.temperature) if _needs_training(part)]
     if untrained:
         what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
@@ -66,6 +67,7 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
 
 
 def check(recipe: Recipe, kind: str, layers: list[Attending]) -> None:
+    """Refuse what a model has no place for."""
     if recipe.position is not None and all(layer.rope is None for layer in layers):
         raise ValueError(
             f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
@@ -93,6 +95,7 @@ class Plan:
 
 
 def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, owner: nn.Module) -> list[Plan]:
+    """What becomes of each layer. `owner` is the model, on which a learned position method is registered."""
     shared: dict[tuple[int, str | None], Position] = {}
     plans = []
     for layer in layers:
