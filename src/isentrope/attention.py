@@ -56,6 +56,7 @@ def attention(
     layout: Layout | None = None,
     scale: float | None = None,
     rotated_keys: bool = False,
+    dropout: float = 0.0,
     backend: str = "auto",
     return_lse: bool = False,
     return_entropy: bool = False,
@@ -74,6 +75,8 @@ def attention(
     layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
     scale: replaces the score's own factor (1/√d, or α).
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
+    dropout: share of attention weights set to 0, the others scaled up to match. A regulariser for training at short
+        lengths: it needs the weights themselves, so only the reference backend has it, and "auto" takes that.
     backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
         sdpa; on a GPU sdpa for plain full or causal attention and for a few queries, flex for the rest; chunked where
         those refuse.
@@ -88,6 +91,9 @@ def attention(
     with as_given(q):
         layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
         calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
+        if dropout:
+            backend = _with_dropout(dropout, backend)
+            calls = [replace(call, dropout=float(dropout)) for call in calls]
         name = _choose(backend, calls)
         need_lse = return_lse or return_entropy
         out, lse = BACKENDS[name].attend(calls, need_lse)
@@ -274,6 +280,14 @@ def _turns(
         key_turn = query_turn if branch.key is branch.query else angles(branch.key, theta_k, dtype)
         turns.append((branch, query_turn, None if rotated_keys else key_turn))
     return turns
+
+
+def _with_dropout(dropout: float, backend: str) -> str:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a number in [0, 1), got {dropout!r}")
+    if backend not in ("auto", "reference"):
+        raise ValueError(f"backend {backend!r} cannot compute this: it has no attention weights to drop")
+    return "reference"
 
 
 def _choose(backend: str, calls: list[Call]) -> str:

@@ -259,6 +259,27 @@ def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows:
     return layout
 
 
+def token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last token of each row, (batch, 1), of a mask (batch, slots) with 0 at padding."""
+    seen = mask.to(torch.int64)
+    first = seen.argmax(1, keepdim=True)
+    last = mask.shape[1] - 1 - seen.flip(1).argmax(1, keepdim=True)
+    count = seen.sum(1, keepdim=True)
+    last = torch.where(count == 0, first - 1, last)
+    if readable(mask) and bool((count != last - first + 1).any()):
+        raise ValueError("attention_mask: expected padding on the left or right of each row, got it between tokens")
+    return first, last
+
+
+def token_frames(mask: Tensor) -> Frames | None:
+    """Frames of rows that a mask (batch, slots) pads; None where it is known to pad nothing."""
+    if readable(mask) and bool(mask.all()):
+        return None
+    first, last = token_span(mask)
+    slots = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
+    return first.expand_as(slots), (last + 1).expand_as(slots), slots
+
+
 def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
     try:
         tensor = torch.as_tensor(value)

@@ -15,6 +15,7 @@ class Call:
     """softmax over the keys in `region` of  scale · q·k - slopes · |Δ|,  applied to v.
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv): positioned and tempered.
+    dropout: share of the weights dropped, on the reference backend alone.
     """
 
     q: Tensor
@@ -24,6 +25,7 @@ class Call:
     region: Region
     layout: Layout
     slopes: Tensor | None = None
+    dropout: float = 0.0
 
     @property
     def groups(self) -> int:

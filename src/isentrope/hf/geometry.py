@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from isentrope.layout import Frames, Layout, layout_of, runs
+from isentrope.layout import Frames, Layout, layout_of, runs, token_span
 from isentrope.precision import readable
 
 _layouts: Any = WeakTensorKeyDictionary()  # by mask: the layers of a forward pass are handed the same
@@ -53,7 +53,7 @@ def frames_mask(
     slot = (torch.arange(q_length, device=device) + (q_offset - kv_offset))[None].expand(batch_size, -1)
     origin, end = torch.zeros_like(slot) - kv_offset, torch.zeros_like(slot) + (q_offset - kv_offset + q_length)
     if padding is not None:
-        first, last = _span(padding)
+        first, last = token_span(padding)
         origin, end = (first - kv_offset).expand_as(slot), torch.minimum(end, last + 1 - kv_offset)
     if ids is not None:
         low, high = runs(ids)
@@ -93,18 +93,6 @@ def _refused(why: str) -> str:
 def _any_padding(mask: Tensor | None) -> bool:
     """Whether a mask leaves anything out; yes when it may not be looked at."""
     return mask is not None and not (readable(mask) and bool(mask.all()))
-
-
-def _span(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last token of each row, (batch, 1)."""
-    seen = mask.to(torch.int64)
-    first = seen.argmax(1, keepdim=True)
-    last = mask.shape[1] - 1 - seen.flip(1).argmax(1, keepdim=True)
-    empty = seen.sum(1, keepdim=True) == 0
-    last = torch.where(empty, first - 1, last)
-    if readable(mask) and bool((seen.sum(1, keepdim=True) != last - first + 1).any()):
-        raise ValueError("attention_mask: expected padding on the left or right of each row, got it between tokens")
-    return first, last
 
 
 def _documents(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor | None:

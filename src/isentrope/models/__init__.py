@@ -1,0 +1,31 @@
+"""Models of our own, known to transformers' Auto classes once this is imported."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from isentrope.models.gau import (
+    GAUAlphaConfig,
+    GAUAlphaForMaskedLM,
+    GAUAlphaForSequenceClassification,
+    GAUAlphaForTokenClassification,
+    GAUAlphaModel,
+)
+
+AutoConfig.register(GAUAlphaConfig.model_type, GAUAlphaConfig, exist_ok=True)
+AutoModel.register(GAUAlphaConfig, GAUAlphaModel, exist_ok=True)
+AutoModelForMaskedLM.register(GAUAlphaConfig, GAUAlphaForMaskedLM, exist_ok=True)
+AutoModelForSequenceClassification.register(GAUAlphaConfig, GAUAlphaForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(GAUAlphaConfig, GAUAlphaForTokenClassification, exist_ok=True)
+
+__all__ = [
+    "GAUAlphaConfig",
+    "GAUAlphaForMaskedLM",
+    "GAUAlphaForSequenceClassification",
+    "GAUAlphaForTokenClassification",
+    "GAUAlphaModel",
+]
