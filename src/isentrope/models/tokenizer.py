@@ -1,0 +1,57 @@
+"""Tokenizers for GAU-α: a published BERT-style vocabulary, or the characters of one's own texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordLevel, WordPiece
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def character_tokenizer(texts: Iterable[str], vocab_size: int = 12000) -> PreTrainedTokenizerFast:
+    """One token a character, of the most frequent characters; the same texts give the same tokenizer."""
+    if vocab_size <= len(SPECIAL):
+        raise ValueError(f"vocab_size: expected more than the {len(SPECIAL)} special tokens, got {vocab_size}")
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    if not counts:
+        raise ValueError("texts: expected some text, got none")
+    # by frequency, and by code point where that is the same
+    characters = sorted(counts, key=lambda letter: (-counts[letter], letter))[: vocab_size - len(SPECIAL)]
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, *characters))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _finished(tokenizer)
+
+
+def published_tokenizer(vocabulary: str | Path) -> PreTrainedTokenizerFast:
+    """BERT's tokenizer over a vocabulary file, a token a line: Chinese by character, other scripts by word pieces."""
+    lines = Path(vocabulary).read_text(encoding="utf-8").splitlines()
+    index = {token: i for i, token in enumerate(lines)}
+    missing = [token for token in SPECIAL if token not in index]
+    if missing:
+        raise ValueError(f"{vocabulary}: expected a BERT vocabulary with {', '.join(missing)}, got {len(index)} tokens")
+    tokenizer = Tokenizer(WordPiece(index, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return _finished(tokenizer)
+
+
+def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """With [CLS] and [SEP] around a text, and its special tokens named."""
+    marks = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    marked = dict(zip(names, SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **marked)
