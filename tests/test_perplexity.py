@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 from math import exp
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 
 import isentrope as ise
 from isentrope.cli import app
-from isentrope.data.text import Document, documents
+from isentrope.data.corpus import Document
 from isentrope.report import figures, tables
 from isentrope.study import perplexity
 from isentrope.study.perplexity import Config, Text, run, summary, token_losses
@@ -118,23 +117,6 @@ def test_intervals_of_one_text_are_its_value():
     data = {"config": {"edges": [0, 11], "seed": 0}, "cells": [{"recipe": "plain", "text": "a", "loss": [20.0]}]}
     row = summary(data)["rows"][0]
     assert row["low"] == row["perplexity"] == row["high"] == [pytest.approx(exp(2))]
-
-
-def test_documents_of_every_kind(tmp_path):
-    (tmp_path / "a.txt").write_text("plain")
-    lines = '{"id": "x", "text": "one"}\n\n{"input_ids": [1, 2]}\n'
-    (tmp_path / "b.jsonl").write_text(lines)
-    with lzma.open(tmp_path / "c.jsonl.xz", "wt") as file:
-        file.write(lines)
-    found = list(documents([tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.xz")]))
-    assert [document.text for document in found] == ["plain", "one", None, "one", None]
-    assert found[2].tokens == (1, 2) and found[2].name == "b.jsonl:3"
-    assert found[2].sha256 == found[4].sha256 != found[1].sha256
-    (tmp_path / "d.jsonl").write_text('{"id": 3}\n')
-    (tmp_path / "e.jsonl").write_text("{\n")
-    for name, message in (("d.jsonl", "'text' or 'input_ids'"), ("e.jsonl", "e.jsonl:1"), ("none", "expected a file")):
-        with pytest.raises(ValueError, match=message):
-            list(documents([tmp_path / name]))
 
 
 def test_the_command(tmp_path):

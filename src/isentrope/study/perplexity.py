@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from isentrope.data.text import documents
+from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extended
 from isentrope.recipe import Recipe
