@@ -291,8 +291,8 @@ class GAUAlphaForMaskedLM(GAUAlphaPreTrainedModel):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
 
-class GAUAlphaForSequenceClassification(GAUAlphaPreTrainedModel):
-    """GAU-α with a class for each text, read off its first token."""
+class Classifier(GAUAlphaPreTrainedModel):
+    """GAU-α with a linear layer on top."""
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__(config)
@@ -300,6 +300,10 @@ class GAUAlphaForSequenceClassification(GAUAlphaPreTrainedModel):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels or 1)
         self.post_init()
+
+
+class GAUAlphaForSequenceClassification(Classifier):
+    """GAU-α with a class for each text, read off its first token."""
 
     def forward(
         self,
@@ -325,15 +329,8 @@ class GAUAlphaForSequenceClassification(GAUAlphaPreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
 
-class GAUAlphaForTokenClassification(GAUAlphaPreTrainedModel):
+class GAUAlphaForTokenClassification(Classifier):
     """GAU-α with a class for each token."""
-
-    def __init__(self, config: GAUAlphaConfig) -> None:
-        super().__init__(config)
-        self.gau_alpha = GAUAlphaModel(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels or 1)
-        self.post_init()
 
     def forward(
         self,
