@@ -101,6 +101,11 @@ def test_what_was_measured_stays_when_another_recipe_is_asked_for(tmp_path):
         (lambda: Config(("plain", "plain"), (0, 8)), "each once"),
         (lambda: Config(("plain",), (8, 16)), "edges"),
         (lambda: Config(("plain",), (0, 8, 8)), "edges"),
+        (lambda: Config(("plain", "rerop:window=3"), (0, 8)), "did you mean"),
+        (lambda: Config.read(["plain"], "0,abc"), "edges: expected positions"),
+        (lambda: perplexity.load("./nowhere", "cpu", "auto"), "expected a folder with a model"),
+        (lambda: perplexity.load("x", "cpu", "int8"), "dtype"),
+        (lambda: perplexity.read([], "x", None, 8, 0), "documents: expected 1 or more"),
     ],
 )
 def test_bad_settings(config, message):

@@ -89,7 +89,7 @@ def perplexity(
         from isentrope.report import figures, tables
         from isentrope.study import perplexity as study
 
-        config = study.Config(tuple(recipe), tuple(int(edge) for edge in edges.split(",")))
+        config = study.Config.read(recipe, edges)
         loaded = study.load(model, device, dtype, gguf_file)
         found = study.read(texts, model, gguf_file, config.length, documents)
         results = study.run(loaded, Path(model).name, found, config, out)

@@ -233,6 +233,8 @@ def test_classification_reads_the_first_token():
     ("options", "message"),
     [
         ({"normalization": "l2"}, "normalization"),
+        ({"norm_method": "l2"}, "norm_method"),
+        ({"my_info_dict": {"scale": 3}}, "my_info_dict"),
         ({"recipe": "rerop:window=3"}, "did you mean"),
         ({"recipe": {"position": {"name": "rope", "bas": 3}}}, "unknown option"),
     ],

@@ -83,14 +83,20 @@ def published_recipe(normalization: str, norm_method: Any = None, info: Any = No
 
 
 def _cosscale(norm_method: Any, info: Any) -> float | None:
-    """The CosScale of a published config: by its name, with its value beside it, 128 by default."""
-    info = info if isinstance(info, dict) else {}
-    named = {str(key).lower(): value for key, value in info.items()}
-    value = next((value for key, value in named.items() if "cosscale" in key or "cos_scale" in key), None)
-    wanted = "cos" in str(norm_method or named.get("norm_method", "")).lower() or value is not None
-    if not wanted or value is False:
-        return None
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 128.0
+    """The CosScale of a published config: by its name, with its value beside it, 128 by default; None without.
+
+    What is not understood is an error: attention without the scale a model was trained with would run, and be wrong.
+    """
+    named = {str(key).lower().replace("_", ""): value for key, value in (info or {}).items()}
+    method = str(norm_method or named.get("normmethod") or "").lower()
+    value = named.get("cosscale")
+    if method and "cos" not in method and method not in ("none", "softmax"):
+        raise ValueError(f"norm_method: expected CosScale or none, got {norm_method!r}; pass recipe=… instead")
+    if named and value is None and not method:
+        raise ValueError(f"my_info_dict: expected CosScale and its value, got {info!r}; pass recipe=… instead")
+    if value is None or value is True:
+        return 128.0 if "cos" in method or value is True else None
+    return float(value) if value is not False else None
 
 
 class ScaleOffset(nn.Module):

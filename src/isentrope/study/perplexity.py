@@ -30,6 +30,7 @@ from isentrope.study.provenance import provenance
 PLAIN = "plain"
 LOGITS_AT_ONCE = 1 << 26  # entries of the logits held at a time
 DRAWS = 2000  # of the bootstrap
+OPEN = {"train_length": 2, "heads": 1, "dim": 4}  # in place of what a recipe leaves to the model
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,19 @@ class Config:
     def __post_init__(self) -> None:
         if not self.recipes or len(set(self.recipes)) != len(self.recipes):
             raise ValueError(f"recipes: expected one or more, each once, got {list(self.recipes)}")
+        for recipe in self.recipes:  # before anything is measured
+            Recipe.parse(recipe, **OPEN)
         if len(self.edges) < 2 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
             raise ValueError(f"edges: expected increasing positions from 0 on, got {list(self.edges)}")
+
+    @classmethod
+    def read(cls, recipes: Sequence[str], edges: str) -> Config:
+        """From words of a command line: edges as numbers with commas between."""
+        try:
+            numbers = tuple(int(edge) for edge in edges.split(","))
+        except ValueError:
+            raise ValueError(f"edges: expected positions such as 0,4096,8192, got {edges!r}") from None
+        return cls(tuple(recipes), numbers)
 
     @property
     def length(self) -> int:
@@ -66,6 +78,8 @@ def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> Pr
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype: expected bfloat16, float16, float32 or auto, got {dtype!r}")
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
     options = {"gguf_file": gguf_file} if gguf_file else {}
     model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
     return model.to(device)
@@ -73,6 +87,8 @@ def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> Pr
 
 def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, most: int) -> list[Text]:
     """The first documents that are long enough, in tokens of the model's own tokenizer."""
+    if most < 1:
+        raise ValueError(f"documents: expected 1 or more, got {most}")
     tokenizer: Any = None
     texts: list[Text] = []
     for document in documents(paths):
@@ -194,8 +210,7 @@ def _interval(values: Any, seed: int) -> tuple[Any, Any, Any]:
 
 def _without_temperature(recipes: list[str]) -> Iterator[tuple[str, str]]:
     """Recipes with a temperature, each with the one among them that is the same without."""
-    open_options = {"train_length": 2, "heads": 1, "dim": 4}  # whatever the model puts there, it is the same in both
-    parsed = {text: Recipe.parse(text, **open_options) for text in recipes}
+    parsed = {text: Recipe.parse(text, **OPEN) for text in recipes}
     for text, recipe in parsed.items():
         bare = replace(recipe, temperature=None)
         for other, candidate in parsed.items():
