@@ -230,7 +230,7 @@ def perplexity(results: Path) -> list[Path]:
         left.set_title("All recipes")
         right.set_title("Those that hold")
         for axes in (left, right):
-            axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges])
+            axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges], rotation=45)
             axes.set_xlabel("position in the text (tokens)")
         left.set_ylabel("perplexity")
         handles = [Line2D([], [], color=colour, label=name) for name, colour in methods.items()]
