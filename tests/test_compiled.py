@@ -55,7 +55,7 @@ def test_a_sweep_of_lengths_takes_two_compilations():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
-@pytest.mark.parametrize("backend", ["sdpa", "chunked", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "chunked", "dense", "flex"])
 @pytest.mark.parametrize(
     "recipe",
     [

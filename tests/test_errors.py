@@ -117,7 +117,7 @@ def test_position_ids(position_ids, words):
     ("arguments", "words"),
     [
         pytest.param(
-            {"backend": "cudnn"}, ["backend:", "auto, reference, sdpa, flex, chunked", "'cudnn'"], id="unknown"
+            {"backend": "cudnn"}, ["backend:", "auto, reference, dense, sdpa, flex, chunked", "'cudnn'"], id="unknown"
         ),
         pytest.param({"backend": None}, ["backend:", "reference", "None"], id="none"),
         pytest.param({"recipe": 5}, ["recipe:", "Recipe", "got 5"], id="recipe a number"),
@@ -560,7 +560,7 @@ def test_sdpa_refuses_wide_values():
     refused(lambda: call(v=v, backend="sdpa"), "'sdpa'", "up to 256", "1536", "'chunked'")
     assert call(v=v).shape == (2, 4, 6, 1536)
     _, aux = call(v=v, return_lse=True)
-    assert aux.backend == "chunked"
+    assert aux.backend == "dense"
 
 
 def test_flex_refuses_gradients_on_a_cpu():

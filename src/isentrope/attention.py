@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import inf, isfinite
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from isentrope.backends import chunked, flex, reference, sdpa
+from isentrope.backends import chunked, dense, flex, reference, sdpa
 from isentrope.backends.call import Call
 from isentrope.compiled import compiled
 from isentrope.fold import Angles, angles, fold
@@ -26,11 +27,16 @@ from isentrope.region import Region, band
 from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flex": flex, "chunked": chunked}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked
+}  # fmt: skip
 logger = logging.getLogger("isentrope")
 T = TypeVar("T")
 MOST_TEXTS = 256
 FEW_QUERIES = 16
+# weights worth having all at once, by measurement: until they leave a CPU's caches, or crowd a GPU's memory
+LARGEST_TABLE = {"cpu": 1 << 22, "cuda": 1 << 29}
+LARGEST_KEPT = 1 << 26  # where a backward will want them again
 _texts: dict[str, Recipe] = {}
 
 
@@ -56,7 +62,7 @@ def attention(
     layout: Layout | None = None,
     scale: float | None = None,
     rotated_keys: bool = False,
-    dropout: float = 0.0,
+    dropout: float | Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_entropy: bool = False,
@@ -75,11 +81,12 @@ def attention(
     layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
     scale: replaces the score's own factor (1/√d, or α).
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
-    dropout: share of attention weights set to 0, the others scaled up to match. A regulariser for training at short
-        lengths: it needs the weights themselves, so only the reference backend has it, and "auto" takes that.
-    backend: "reference", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto": on a CPU
-        sdpa; on a GPU sdpa for plain full or causal attention and for a few queries, flex for the rest; chunked where
-        those refuse.
+    dropout: share of attention weights set to 0, the others scaled up to match, or a function that does it. A
+        regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
+        it, and "auto" takes dense.
+    backend: "reference", "dense", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto":
+        on a CPU sdpa; on a GPU sdpa for plain full or causal attention and for a few queries, flex for the rest; where
+        those refuse, dense at short lengths and chunked at long ones.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -91,9 +98,9 @@ def attention(
     with as_given(q):
         layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
         calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
-        if dropout:
-            backend = _with_dropout(dropout, backend)
-            calls = [replace(call, dropout=float(dropout)) for call in calls]
+        if dropout is not None and dropout != 0:
+            backend, drop = _with_dropout(dropout, backend)
+            calls = [replace(call, dropout=drop) for call in calls]
         name = _choose(backend, calls)
         need_lse = return_lse or return_entropy
         out, lse = BACKENDS[name].attend(calls, need_lse)
@@ -282,12 +289,15 @@ def _turns(
     return turns
 
 
-def _with_dropout(dropout: float, backend: str) -> str:
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a number in [0, 1), got {dropout!r}")
-    if backend not in ("auto", "reference"):
+def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], Tensor]]:
+    if backend not in ("auto", "reference", "dense"):
         raise ValueError(f"backend {backend!r} cannot compute this: it has no attention weights to drop")
-    return "reference"
+    backend = "dense" if backend == "auto" else backend
+    if callable(dropout):
+        return backend, dropout
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {dropout!r}")
+    return backend, partial(F.dropout, p=float(dropout))
 
 
 def _choose(backend: str, calls: list[Call]) -> str:
@@ -305,13 +315,20 @@ def _automatic(calls: list[Call]) -> str:
     call = calls[0]
     plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
     decoding = call.layout.queries <= FEW_QUERIES  # a mask of that many rows is nothing
-    order = ["sdpa"] if not call.q.is_cuda or plain or decoding else ["flex"]
-    for name in (*order, "chunked"):
+    fused = "sdpa" if not call.q.is_cuda or plain or decoding else "flex"
+    for name in (fused, "dense" if _table_fits(call) else "chunked"):
         if BACKENDS[name].refusal(calls) is None:
             if not torch.compiler.is_compiling():
                 _announce(name, call.q.device.type)
             return name
-    raise AssertionError("chunked refuses nothing")
+    raise AssertionError("neither dense nor chunked refuses anything")
+
+
+def _table_fits(call: Call) -> bool:
+    most = LARGEST_TABLE.get(call.q.device.type, 1 << 22)
+    if torch.is_grad_enabled() and (call.q.requires_grad or call.v.requires_grad):
+        most = min(most, LARGEST_KEPT)
+    return call.q.shape[:3].numel() * call.layout.keys <= most
 
 
 @cache
@@ -329,7 +346,7 @@ def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
         anchor = torch.where(lse == -inf, 0.0, lse)
         for call in calls:
             q, k = call.q.detach(), call.k.detach()
-            call = replace(call, q=q, k=k, v=k)
+            call = replace(call, q=q, k=k, v=k, dropout=None)
             k_mean, branch = BACKENDS[name].attend([call], True)
             score = compiled(_inner, (q, k_mean), q.shape[-1])(q, k_mean, lse.dtype)
             entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
+app.add_typer(data, name="data")
 
 
 @contextmanager
@@ -95,6 +97,132 @@ def perplexity(
         results = study.run(loaded, Path(model).name, found, config, out)
         Console().print(tables.perplexity(results))
         for path in (results, *figures.perplexity(results)):
+            typer.echo(path)
+
+
+@data.command()
+def prepare(
+    source: Annotated[
+        str, typer.Argument(help="'sympy'; a file, a folder or a 'glob'; or owner/name, a data set on the hub.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for tokens, tokenizer, manifest.json, partition.png and .svg.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="'characters' of the corpus, a BERT vocabulary (.txt), a folder, or a name on the hub.")
+    ] = "characters",
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens of the tokenizer 'characters'; 12000 unless said.")
+    ] = None,
+    longer_than: Annotated[int, typer.Option(help="Keep documents of more tokens than this.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    test: Annotated[int, typer.Option(help="Documents to test on.")] = 10,
+    train_share: Annotated[float, typer.Option(help="Share of the documents to train on.")] = 0.8,
+    features: Annotated[
+        str | None, typer.Option(help="A model whose mean hidden states are clustered; else pairs of tokens are.")
+    ] = None,
+    column: Annotated[str, typer.Option(help="What holds the text, in JSON lines, Parquet and on the hub.")] = "text",
+    subset: Annotated[str | None, typer.Option(help="Subset (configuration) of a data set on the hub.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a data set on the hub; 'train' unless said.")] = None,
+    data_files: Annotated[str | None, typer.Option(help="Files of a data set on the hub, as a 'glob'.")] = None,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Warn of what cannot be read; go on.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Read only the first so many documents.")] = None,
+) -> None:
+    """Tokens of a corpus, parted into training, validation and test documents.
+
+    Example: isentrope data prepare laws.jsonl.xz --tokenizer vocab.txt --out corpora/laws
+
+    The same corpus, options and seed give the same partition. What an earlier run has done is kept.
+    """
+    with _errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.data.source import Source
+        from isentrope.report import corpus, tables
+        from isentrope.study import prepare as study
+
+        found = Source(source, column, subset, split, data_files, skip_broken, limit)
+        options = study.Options(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
+        manifest = study.prepare(found, out, options, say=lambda text: typer.echo(text, err=True))
+        Console().print(tables.partition(manifest))
+        for path in (manifest, *corpus.partition(manifest)):
+            typer.echo(path)
+
+
+@app.command()
+def train(
+    corpus: Annotated[Path, typer.Argument(help="A folder that 'isentrope data prepare' wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the run; one that holds this run already is gone on with.")],
+    preset: Annotated[str, typer.Option(help="pretrain, train, finetune, paper or paper-finetune.")] = "train",
+    model: Annotated[str | None, typer.Option(help="Start from this model: a folder, or a name on the hub.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help="What the paper trains: plain, pi, yarn16, yarn32, pose, alibi or clex.")
+    ] = None,
+    cosscale: Annotated[float | None, typer.Option(help="Scaled cosine scores with this factor.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="What attention follows, in place of a variant.")] = None,
+    pose: Annotated[int | None, typer.Option(help="Draw positions up to this length (PoSE).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens a crop.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Crops a step, over all processes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="In place of steps: times that each document is taken.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
+    crop: Annotated[str | None, typer.Option(help="random, or first: the beginning of each document.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="In place of the model's own.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers; of a given model, its first.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Of a new model: hidden_size=768,intermediate_size=1536,attention_key_size=128")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides everything random.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Parts that a batch is worked through in.")] = None,
+    compile: Annotated[bool | None, typer.Option(help="Compile the step; on a GPU unless told otherwise.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between saved states; a twentieth by default.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between validation losses; likewise.")] = None,
+    track: Annotated[list[str], typer.Option(help="tensorboard, wandb; several times for both.")] = ["tensorboard"],  # noqa: B006
+) -> None:
+    """Train GAU-α on masked tokens, or go on with a run that was interrupted.
+
+    isentrope train data/laws --out runs/base --preset pretrain
+
+    isentrope train data/laws --out runs/pi --model runs/base/best --variant pi --cosscale 128
+
+    accelerate launch --num_processes 4 -m isentrope.cli train data/laws --out runs/base --preset pretrain
+    """
+    with _errors_in_one_line():
+        from isentrope.report.losses import losses
+        from isentrope.study import train as study
+        from isentrope.study.regimen import configured, read_sizes
+
+        config = configured(
+            preset, variant, cosscale, model=model, recipe=recipe, pose=pose, length=length, batch=batch, steps=steps,
+            epochs=epochs, rate=rate, crop=crop, dropout=dropout, layers=layers, sizes=read_sizes(sizes), seed=seed,
+            precision=precision, accumulate=accumulate, compile=compile, save_every=save_every,
+            evaluate_every=evaluate_every,
+        )  # fmt: skip
+        try:
+            told = study.train(corpus, config, out, tuple(track))
+        except study.Interrupted as stopped:
+            typer.echo(f"isentrope: {stopped}", err=True)
+            raise typer.Exit(128 + stopped.number) from None
+        except study.Diverged as diverged:
+            typer.echo(f"isentrope: {diverged}", err=True)
+            raise typer.Exit(1) from None
+        if study.is_main():
+            best = told["best"]
+            typer.echo(f"lowest validation loss {best['validation']:.4f} at step {best['step']} of {told['steps']}")
+            for path in (out / "best", out / "final", out / "log.jsonl", *losses([out], out / "loss")):
+                typer.echo(path)
+
+
+@app.command()
+def losses(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that 'isentrope train' wrote.")],
+    out: Annotated[Path, typer.Option(help="The figure, without suffix.")] = Path("results/losses"),
+) -> None:
+    """Training losses of several runs in one figure."""
+    with _errors_in_one_line():
+        from isentrope.report.losses import losses as draw
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path in draw(runs, out):
             typer.echo(path)
 
 

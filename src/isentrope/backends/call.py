@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -15,7 +16,7 @@ class Call:
     """softmax over the keys in `region` of  scale · q·k - slopes · |Δ|,  applied to v.
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv): positioned and tempered.
-    dropout: share of the weights dropped, on the reference backend alone.
+    dropout: what is done to the weights, on the backends that have them.
     """
 
     q: Tensor
@@ -25,7 +26,7 @@ class Call:
     region: Region
     layout: Layout
     slopes: Tensor | None = None
-    dropout: float = 0.0
+    dropout: Callable[[Tensor], Tensor] | None = None
 
     @property
     def groups(self) -> int:

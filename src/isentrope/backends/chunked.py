@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
+from isentrope.backends.product import narrow, product
+from isentrope.compiled import compiled
 from isentrope.precision import wide
 
-# scores held at once; larger chunks gain nothing on a CPU, whose caches they leave
-SCORES = 1 << 22
+# scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}
 
 
 def refusal(calls: list[Call]) -> str | None:
@@ -32,40 +34,45 @@ class Chunked:
     """
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        dtype = wide(call.q)
-        k, v = call.k.to(dtype), call.v.to(dtype)
+        dtype, factors = wide(call.q), narrow(call.q)
+        k, v = call.k.to(factors), call.v.to(factors)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
         lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=dtype, device=call.q.device)
         for rows, columns in _chunks(call):
             scores = _scores(call, k, rows, columns)
-            top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-            weights = _exp(scores - top)
-            total = weights.sum(-1, keepdim=True)
-            o = (weights.flatten(2, 3) @ v[:, :, columns]).unflatten(2, weights.shape[2:4])
+            weights, top, total = compiled(_weights, (scores,), factors)(scores, factors)
+            o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
         return out, lse
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = wide(call.q)
-        k, v = call.k.to(dtype), call.v.to(dtype)
+        dtype, factors = wide(call.q), narrow(call.q)
+        k, v = call.k.to(factors), call.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         anchor = torch.where(lse == -torch.inf, 0.0, lse)
         dq = torch.zeros_like(call.q)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
         for rows, columns in _chunks(call):
             p = _exp(_scores(call, k, rows, columns) - _grouped(anchor[:, :, rows, None], call))
-            g = _grouped(grad[:, :, rows].to(dtype), call).flatten(2, 3)
-            dp = (g @ v[:, :, columns].mT).view_as(p)
-            ds = (p * (dp - _grouped(delta[:, :, rows, None], call)) * call.scale).flatten(2, 3)
-            q = _grouped(call.q[:, :, rows].to(dtype), call).flatten(2, 3)
-            dq[:, :, rows] = (ds @ k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
-            dk[:, :, columns] += ds.mT @ q
-            dv[:, :, columns] += p.flatten(2, 3).mT @ g
+            g = _grouped(grad[:, :, rows].to(factors), call).flatten(2, 3)
+            dp = product(g, v[:, :, columns].mT).view_as(p)
+            ds = (p * (dp - _grouped(delta[:, :, rows, None], call)) * call.scale).flatten(2, 3).to(factors)
+            q = _grouped(call.q[:, :, rows].to(factors), call).flatten(2, 3)
+            dq[:, :, rows] = product(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
+            dk[:, :, columns] += product(ds.mT, q)
+            dv[:, :, columns] += product(p.flatten(2, 3).to(factors).mT, g)
         return dq, dk.to(call.k.dtype), dv.to(call.v.dtype)
 
 
 KERNEL = Chunked()
+
+
+def _weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """e^{s - max s} as factors, the maxima, and the sums."""
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    weights = _exp(scores - top)
+    return weights.to(dtype), top, weights.sum(-1, keepdim=True)
 
 
 def _exp(x: Tensor) -> Tensor:
@@ -81,10 +88,10 @@ def _grouped(x: Tensor, call: Call) -> Tensor:
 
 def _scores(call: Call, k: Tensor, rows: slice, columns: slice) -> Tensor:
     """Masked scores (batch, kv_heads, groups, rows, columns)."""
-    q = _grouped(call.q[:, :, rows].to(k.dtype), call) * call.scale
-    scores = (q.flatten(2, 3) @ k[:, :, columns].mT).unflatten(2, q.shape[2:4])
+    q = _grouped(call.q[:, :, rows].to(k.dtype), call)
+    scores = product(q.flatten(2, 3), k[:, :, columns].mT).mul_(call.scale).unflatten(2, q.shape[2:4])
     if (bias := call.bias(rows, columns)) is not None:
-        scores = scores + _grouped(bias.to(k.dtype), call)
+        scores = scores + _grouped(bias.to(scores.dtype), call)
     if call.everything:
         return scores
     return scores.masked_fill(~call.mask(rows, columns)[:, None], -torch.inf)
@@ -94,7 +101,7 @@ def _chunks(call: Call) -> Iterator[tuple[slice, slice]]:
     """Row slices, each with the slice of keys that its rows may see."""
     batch, heads, queries, _ = call.q.shape
     low, high = call.layout.key_range(call.region, queries - 1, queries)
-    width, budget = high - low, SCORES / max(1, batch * heads)
+    width, budget = high - low, SCORES.get(call.q.device.type, 1 << 22) / max(1, batch * heads)
     # step rows see at most width + step keys: the largest step with step · (width + step) ≤ budget
     step = max(1, min(queries, int((sqrt(width**2 + 4 * budget) - width) / 2)))
     for first in range(0, queries, step):

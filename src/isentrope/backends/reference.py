@@ -32,8 +32,8 @@ def probabilities(calls: list[Call]) -> tuple[Tensor, Tensor]:
 
 def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
     p, lse = probabilities(calls)
-    if calls[0].dropout:
-        p = torch.nn.functional.dropout(p, calls[0].dropout)
+    if (drop := calls[0].dropout) is not None:
+        p = drop(p)
     v = calls[0].v.repeat_interleave(calls[0].groups, 1)
     return (p @ v.to(p.dtype)).to(v.dtype), lse
 

@@ -43,9 +43,10 @@ class CorpusError(ValueError):
 def documents(paths: Iterable[Path], *, column: str = "text", skip_broken: bool = False) -> Iterator[Document]:
     """Every document of these files, one after another, read as they are asked for.
 
-    `.jsonl` (one object a line with `column`, or `input_ids`), `.parquet` (the same by row), `.fasta`, `.fa`, `.fna`
-    (one record a document), and anything else as one text; all but Parquet also as `.gz`, `.xz` or `.bz2`. What cannot
-    be read is an error that names the file and the line, or with `skip_broken` a warning.
+    `.jsonl` (one object a line with `column` or `input_ids`, and `id` and `group` where it has them), `.parquet` (the
+    same by row), `.fasta`, `.fa`, `.fna` (one record a document), and anything else as one text; all but Parquet also
+    as `.gz`, `.xz` or `.bz2`. What cannot be read is an error that names the file and the line, or with `skip_broken` a
+    warning.
     """
     for path in paths:
         if not path.is_file():
@@ -106,22 +107,31 @@ def _open(path: Path) -> TextIO:
     return COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8")
 
 
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, 1):
+                yield number, line
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise EOFError(f"past line {number}: {error}") from error
+
+
 def _whole(path: Path, column: str) -> Iterator[Found]:
     with _open(path) as file:
         yield Document(path.name, text=file.read())
 
 
 def _json_lines(path: Path, column: str) -> Iterator[Found]:
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                data = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield CorpusError(f"{path}:{number}: expected a JSON object a line, got {error}")
-                continue
-            yield _record(data, f"{path.name}:{number}", f"{path}:{number}", column)
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            yield CorpusError(f"{path}:{number}: expected a JSON object a line, got {error}")
+            continue
+        yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
 
 
 def _parquet(path: Path, column: str) -> Iterator[Found]:
@@ -133,33 +143,39 @@ def _parquet(path: Path, column: str) -> Iterator[Found]:
     for batch in ParquetFile(path).iter_batches(64):
         for data in batch.to_pylist():
             number += 1
-            yield _record(data, f"{path.name}:{number}", f"{path}:{number}", column)
+            yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
 
 
-def _record(data: Any, name: str, where: str, column: str) -> Found:
+def record(data: Any, name: str, where: str, column: str) -> Found:
+    """The document of one object: its `column` or `input_ids`, and its `id` and `group` where it has them."""
     if not isinstance(data, dict):
         return CorpusError(f"{where}: expected an object with {column!r}, got {type(data).__name__}")
     name = str(data.get("id", name))
-    if isinstance(data.get(column), str):
-        return Document(name, text=data[column])
+    group = None if data.get("group") is None else str(data["group"])
+    text = data.get(column)
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can write
+            return CorpusError(f"{where}: expected text, got {error}")
+        return Document(name, text=text, group=group)
     tokens = data.get("input_ids")
     if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens):
-        return Document(name, tokens=tuple(tokens))
+        return Document(name, tokens=tuple(tokens), group=group)
     return CorpusError(f"{where}: expected {column!r} or 'input_ids', got {', '.join(map(str, data)) or 'nothing'}")
 
 
 def _fasta(path: Path, column: str) -> Iterator[Found]:
     name, parts = None, list[str]()
-    with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if line.startswith(">"):
-                if name is not None:
-                    yield Document(name, text="".join(parts))
-                name, parts = line[1:].split(maxsplit=1)[0] if line[1:].strip() else f"{path.name}:{number}", []
-            elif line.strip():
-                if name is None:
-                    yield CorpusError(f"{path}:{number}: expected a record that begins with '>', got {line[:20]!r}")
-                    return
-                parts.append(line.strip())
+    for number, line in _lines(path):
+        if line.startswith(">"):
+            if name is not None:
+                yield Document(name, text="".join(parts))
+            name, parts = line[1:].split(maxsplit=1)[0] if line[1:].strip() else f"{path.name}:{number}", []
+        elif line.strip():
+            if name is None:
+                yield CorpusError(f"{path}:{number}: expected a record that begins with '>', got {line[:20]!r}")
+                return
+            parts.append(line.strip())
     if name is not None:
         yield Document(name, text="".join(parts))

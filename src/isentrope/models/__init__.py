@@ -8,8 +8,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from isentrope.models.config import GAUAlphaConfig
 from isentrope.models.gau import (
-    GAUAlphaConfig,
     GAUAlphaForMaskedLM,
     GAUAlphaForSequenceClassification,
     GAUAlphaForTokenClassification,

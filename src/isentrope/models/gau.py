@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -20,83 +21,10 @@ from transformers.modeling_outputs import (
 
 from isentrope.attention import attention
 from isentrope.layout import Layout, layout_of, token_frames
-from isentrope.positions import RoPE
+from isentrope.models.config import GAUAlphaConfig, gau_recipe
+from isentrope.models.dropout import dropout
 from isentrope.precision import wide
 from isentrope.recipe import Recipe
-from isentrope.scores import Cosine
-from isentrope.temperatures import SoftmaxPlus
-
-
-class GAUAlphaConfig(PreTrainedConfig):
-    """Sizes of GAU-α, and the recipe its attention follows.
-
-    recipe: as `Recipe.to_dict` writes it, or its text. Left out, it is read from the keys of published checkpoints:
-    RoPE on interleaved pairs, Softmax Plus where `normalization` is "softmax_plus", CosScale where `norm_method` or
-    `my_info_dict` name it.
-    """
-
-    model_type = "gau_alpha"
-
-    def __init__(
-        self,
-        vocab_size: int = 12000,
-        hidden_size: int = 768,
-        intermediate_size: int = 1536,
-        num_hidden_layers: int = 24,
-        attention_key_size: int = 128,
-        type_vocab_size: int = 2,
-        hidden_act: str = "swish",
-        hidden_dropout_prob: float = 0.1,
-        attention_probs_dropout_prob: float = 0.1,
-        max_position_embeddings: int = 512,
-        layer_norm_eps: float = 1e-12,
-        initializer_range: float = 0.02,
-        normalization: str = "softmax",
-        recipe: dict[str, Any] | str | None = None,
-        pad_token_id: int = 0,
-        tie_word_embeddings: bool = True,
-        **others: Any,
-    ) -> None:
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.num_hidden_layers, self.attention_key_size = num_hidden_layers, attention_key_size
-        self.type_vocab_size, self.hidden_act = type_vocab_size, hidden_act
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.attention_probs_dropout_prob = attention_probs_dropout_prob
-        self.max_position_embeddings, self.layer_norm_eps = max_position_embeddings, layer_norm_eps
-        self.initializer_range, self.normalization = initializer_range, normalization
-        if recipe is None:
-            recipe = published_recipe(normalization, others.get("norm_method"), others.get("my_info_dict"))
-        given = Recipe.parse(recipe) if isinstance(recipe, str) else Recipe.from_dict(recipe)
-        self.recipe = given.to_dict()
-        others |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
-        super().__init__(**others)
-
-
-def published_recipe(normalization: str, norm_method: Any = None, info: Any = None) -> dict[str, Any]:
-    """The recipe that the keys of a published config stand for."""
-    laws = {"softmax": None, "softmax_plus": SoftmaxPlus(clamp=False, count="sequence")}
-    if normalization not in laws:
-        raise ValueError(f"normalization: expected one of {', '.join(laws)}, got {normalization!r}")
-    alpha = _cosscale(norm_method, info)
-    score = None if alpha is None else Cosine(alpha)
-    return Recipe(score=score, position=RoPE(layout="interleaved"), temperature=laws[normalization]).to_dict()
-
-
-def _cosscale(norm_method: Any, info: Any) -> float | None:
-    """The CosScale of a published config: by its name, with its value beside it, 128 by default; None without.
-
-    What is not understood is an error: attention without the scale a model was trained with would run, and be wrong.
-    """
-    named = {str(key).lower().replace("_", ""): value for key, value in (info or {}).items()}
-    method = str(norm_method or named.get("normmethod") or "").lower()
-    value = named.get("cosscale")
-    if method and "cos" not in method and method not in ("none", "softmax"):
-        raise ValueError(f"norm_method: expected CosScale or none, got {norm_method!r}; pass recipe=… instead")
-    if named and value is None and not method:
-        raise ValueError(f"my_info_dict: expected CosScale and its value, got {info!r}; pass recipe=… instead")
-    if value is None or value is True:
-        return 128.0 if "cos" in method or value is True else None
-    return float(value) if value is not False else None
 
 
 class ScaleOffset(nn.Module):
@@ -107,7 +35,7 @@ class ScaleOffset(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.weight.to(x.dtype)
 
 
 class Embeddings(nn.Module):
@@ -117,20 +45,22 @@ class Embeddings(nn.Module):
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.dropout, self.eps = nn.Dropout(config.hidden_dropout_prob), config.layer_norm_eps
+        self.dropout, self.eps = config.hidden_dropout_prob, config.layer_norm_eps
 
-    def forward(self, ids: Tensor | None, types: Tensor | None, embeds: Tensor | None) -> Tensor:
+    def forward(self, ids: Tensor | None, types: Tensor | None, embeds: Tensor | None, noise: Tensor | None) -> Tensor:
         words = self.word_embeddings(ids) if embeds is None else embeds
-        if types is None:
-            types = torch.zeros(words.shape[:2], dtype=torch.int64, device=words.device)
-        return self.dropout(norm(words + self.token_type_embeddings(types), self.eps))
+        # one type for all is one row added: looked up, its gradient would be a race of all tokens for that row
+        table = self.token_type_embeddings
+        x = norm(words + (table.weight[0] if types is None else table(types)), self.eps)
+        return dropout(x, self.dropout, noise, 0) if self.training else x
 
 
 class GatedAttentionUnit(nn.Module):
     """o = W_o (u ⊙ A v), with u, v and z from one projection and queries and keys from z."""
 
-    def __init__(self, config: GAUAlphaConfig, recipe: Recipe) -> None:
+    def __init__(self, config: GAUAlphaConfig, recipe: Recipe, index: int) -> None:
         super().__init__()
+        self.place = 2 * index + 1
         self.sizes = config.intermediate_size, config.intermediate_size, config.attention_key_size
         self.i_dense = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
         self.o_dense = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -140,25 +70,50 @@ class GatedAttentionUnit(nn.Module):
         self.recipe = recipe
         self.learned = nn.ModuleList(recipe.learned)  # registered, so that they train, move and are saved
 
-    def forward(self, x: Tensor, layout: Layout, backend: str) -> Tensor:
-        u, v, z = self.act(self.i_dense(x)).split(self.sizes, -1)
-        q, k = self.q_scaleoffset(z), self.k_scaleoffset(z)
-        dropout = self.dropout if self.training else 0.0
+    def forward(self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None, at: Tensor | None) -> Tensor:
+        u, v, z = (self.act(part) for part in self.project(x, at))
+        q, k = self.q_scaleoffset(pick(z, at)), self.k_scaleoffset(z)
+        drop = None
+        if self.training and self.dropout:
+            drop = partial(dropout, share=self.dropout, noise=noise, place=self.place)
         q, k, v = q[:, None], k[:, None], v[:, None]  # one head
-        mixed = attention(q, k, v, self.recipe, layout=layout, dropout=dropout, backend=backend)
+        mixed = attention(q, k, v, self.recipe, layout=layout, dropout=drop, backend=backend)
         return self.o_dense(u * mixed[:, 0])
+
+    def project(self, x: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """u (at these positions), v and z before their activation.
+
+        Three products where the weights are at hand: put together again, their gradients would cost a pass more.
+        """
+        if type(self.i_dense) is not nn.Linear:  # with an adapter, say
+            u, v, z = self.i_dense(x).split(self.sizes, -1)
+            return pick(u, at), v, z
+        to_u, to_v, to_z = self.i_dense.weight.split(self.sizes)
+        return F.linear(pick(x, at), to_u), F.linear(x, to_v), F.linear(x, to_z)
 
 
 class GAULayer(GradientCheckpointingLayer):
     """norm(x + dropout(GAU(x)))."""
 
-    def __init__(self, config: GAUAlphaConfig, recipe: Recipe) -> None:
+    def __init__(self, config: GAUAlphaConfig, recipe: Recipe, index: int) -> None:
         super().__init__()
-        self.gau = GatedAttentionUnit(config, recipe)
-        self.dropout, self.eps = nn.Dropout(config.hidden_dropout_prob), config.layer_norm_eps
+        self.gau, self.place = GatedAttentionUnit(config, recipe, index), 2 * index + 2
+        self.dropout, self.eps = config.hidden_dropout_prob, config.layer_norm_eps
 
-    def forward(self, x: Tensor, layout: Layout, backend: str) -> Tensor:
-        return norm(x + self.dropout(self.gau(x, layout, backend)), self.eps)
+    def forward(
+        self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None = None, at: Tensor | None = None
+    ) -> Tensor:
+        """x after the layer, at the positions `at` (batch, some) alone where only they are asked for."""
+        out = self.gau(x, layout, backend, noise, at)
+        if self.training:
+            out = dropout(out, self.dropout, noise, self.place)
+        # summed wide and rounded once: under autocast the stream is as narrow as what is added to it
+        return norm(pick(x, at).to(wide(x)) + out, self.eps).to(out.dtype)
+
+
+def pick(x: Tensor, at: Tensor | None) -> Tensor:
+    """x (batch, tokens, size) at the positions `at` (batch, some), or as it is."""
+    return x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -171,9 +126,10 @@ class Encoder(nn.Module):
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__()
-        recipe = Recipe.from_dict(config.recipe)
+        recipe = gau_recipe(config.recipe, config.max_position_embeddings, config.attention_key_size)
+        config.recipe = recipe.to_dict()  # `from_pretrained(…, recipe=…)` leaves its text there
         layers = range(config.num_hidden_layers)
-        self.layer = nn.ModuleList(GAULayer(config, copy.deepcopy(recipe).for_layer(index)) for index in layers)
+        self.layer = nn.ModuleList(GAULayer(config, copy.deepcopy(recipe).for_layer(i), i) for i in layers)
 
 
 class GAUAlphaPreTrainedModel(PreTrainedModel):
@@ -213,27 +169,50 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         backend: str = "auto",
+        noise: Tensor | None = None,
+        at: Tensor | None = None,
         **unused: Any,
     ) -> BaseModelOutput:
-        """attention_mask: 1 for tokens, 0 for padding on either side. backend: as in `isentrope.attention`."""
+        """attention_mask: 1 for tokens, 0 for padding on either side. backend: as in `isentrope.attention`.
+
+        noise: an integer for each row that decides its dropout; by default torch's generator does.
+        at: positions (batch, some) where the last layer is wanted; by default everywhere.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
-        x = self.embeddings(input_ids, token_type_ids, inputs_embeds)
+        x = self.embeddings(input_ids, token_type_ids, inputs_embeds, noise)
         layout = self._layout(x, attention_mask, position_ids)
         states = [x]
-        for layer in self.encoder.layer:
-            x = layer(x, layout, backend)
+        for layer in self.encoder.layer[:-1]:
+            x = layer(x, layout, backend, noise)
+            if output_hidden_states:
+                states.append(x)
+        for layer in self.encoder.layer[-1:]:
+            if at is not None:
+                layout = self._layout(x, attention_mask, position_ids, at)
+            x = layer(x, layout, backend, noise, at)
             if output_hidden_states:
                 states.append(x)
         return BaseModelOutput(last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None)
 
-    def _layout(self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
-        """One geometry for all layers."""
+    def _layout(self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, at: Tensor | None = None) -> Layout:
+        """One geometry for all layers, or that of queries `at` these positions."""
         batch, length = x.shape[:2]
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(f"attention_mask: expected shape ({batch}, {length}), got {tuple(mask.shape)}")
         frames = None if mask is None else token_frames(mask.to(x.device, torch.bool))
-        return layout_of(batch, length, length, x.device, frames=frames, position_ids=position_ids)
+        if at is None:
+            return layout_of(batch, length, length, x.device, frames=frames, position_ids=position_ids)
+        first, end = (
+            (torch.zeros_like(at), torch.full_like(at, length))
+            if frames is None
+            else (edge.gather(1, at) for edge in frames[:2])
+        )
+        places: Any = position_ids
+        if position_ids is not None:
+            position_ids = position_ids.expand(batch, -1)
+            places = position_ids.gather(1, at), position_ids
+        return layout_of(batch, at.shape[1], length, x.device, frames=(first, end, at), position_ids=places)
 
 
 class PredictionHead(nn.Module):
@@ -285,11 +264,8 @@ class GAUAlphaForMaskedLM(GAUAlphaPreTrainedModel):
 
         at: positions (batch, predictions) whose logits are wanted, (batch, predictions, vocabulary); all by default.
         """
-        out = self.gau_alpha(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options)
-        hidden = out.last_hidden_state
-        if at is not None:
-            hidden = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
-        logits = self.cls.predictions.decoder(hidden)
+        out = self.gau_alpha(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, at=at, **options)
+        logits = self.cls.predictions.decoder(out.last_hidden_state)
         loss: Any = None
         if labels is not None:
             wanted = labels if at is None else labels.gather(1, at)

@@ -56,7 +56,7 @@ def laws(results: Path) -> list[Path]:
         left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
         _entropy_panel(left, data)
         _tau_panel(right, data)
-        return [_save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
+        return [save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
 
 
 def _entropy_panel(axes: Axes, data: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def _apart(places: list[float], gap: float) -> list[float]:
     return [mean + index * gap for index, mean in enumerate(means)]
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     """The same bytes for the same results."""
     kind = path.suffix[1:]
     with complete(path) as file:
@@ -236,7 +236,7 @@ def perplexity(results: Path) -> list[Path]:
         handles = [Line2D([], [], color=colour, label=name) for name, colour in methods.items()]
         handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
         right.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return [_save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
+        return [save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]
 
 
 def _split(recipe: str) -> tuple[str, str]:

@@ -89,6 +89,30 @@ def perplexity(results: Path) -> Table:
     return table
 
 
+def partition(manifest: Path) -> Table:
+    """Documents and their lengths in each set of `manifest.json`, as in the paper's appendix A.1."""
+    data = json.loads(manifest.read_text(encoding="utf-8"))
+    statistics, counts, near = data["statistics"], data["counts"], data["near_duplicates"]
+    table = Table(
+        title=f"{Path(data['source']['name']).name}: documents over {data['options']['longer_than']} tokens",
+        caption=(
+            f"{counts['read']} read, {counts['too_short']} too short, {counts['duplicates']} exact duplicates;\n"
+            f"{near['documents']} documents in {near['clusters']} clusters of near-duplicates, "
+            f"{statistics['left out']['documents']} left out."
+        ),
+        **STYLE,
+        min_width=60,
+    )
+    shown = ("train", "validation", "test")
+    table.add_column("")
+    for name in shown:
+        table.add_column(name.capitalize(), justify="right")
+    rows = {"number of samples": "documents", "average length": "mean", "min length": "min", "max length": "max"}
+    for label, key in rows.items():
+        table.add_row(label, *(f"{statistics[name][key]:.0f}" for name in shown))
+    return table
+
+
 def _perplexity(x: float, bold: bool) -> str:
     text = f"{x:.3g}" if x >= 100 else f"{x:.2f}"
     return f"[bold]{text}[/bold]" if bold else text

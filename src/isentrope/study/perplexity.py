@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -25,6 +23,7 @@ from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extended
 from isentrope.recipe import Recipe
+from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
 PLAIN = "plain"
@@ -128,7 +127,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     model.eval()
     if todo:
         _audit(model, torch.tensor(texts[0].tokens[:32]))
-    for recipe, text in _with_progress(todo):
+    for recipe, text in progress(todo, lambda cell: cell[0]):
         cells[recipe, text.sha256] = _cell(model, recipe, text, config)
         head["run"] = provenance() | {"transformers": transformers.__version__}
         _save(results, summary(head | {"cells": list(cells.values())}))
@@ -240,14 +239,3 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
 def _save(path: Path, data: dict[str, Any]) -> None:
     with complete(path) as partial:
         partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
-
-
-def _with_progress(todo: list[tuple[str, Text]]) -> Iterator[tuple[str, Text]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.fields[what]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(todo), what="")
-        for recipe, text in todo:
-            progress.update(task, what=recipe)
-            yield recipe, text
-            progress.advance(task)

@@ -1,0 +1,77 @@
+"""A corpus that `isentrope data prepare` made ready."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isentrope.data.store import TokenStore
+
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
+FORMAT = "isentrope partition 1"
+TRAINED_AND_TESTED = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in tokens: the i-th is `ids[starts[i] : starts[i] + lengths[i]]`, mapped from disk."""
+
+    names: list[str]
+    lengths: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ids: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        start = self.starts[index]
+        return self.ids[start : start + self.lengths[index]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokens, tokenizer and manifest of one folder; `Prepared.open(folder)` checks that they belong together."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    store: TokenStore
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Prepared:
+        folder = Path(folder)
+        path, again = folder / MANIFEST, f"run: isentrope data prepare SOURCE --out {folder}"
+        if not path.is_file():
+            raise ValueError(f"{path}: expected a corpus made ready, got no such file; {again}")
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON, got {error}; {again}") from error
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise ValueError(f"{path}: expected the format {FORMAT!r}, got another file; {again}")
+        if not (folder / TOKENIZER / "tokenizer.json").is_file():
+            raise ValueError(f"{folder / TOKENIZER}: expected the tokenizer, got none; {again}")
+        try:
+            store = TokenStore.open(folder, manifest["tokens"])
+        except FileNotFoundError as error:
+            raise ValueError(f"{error.filename}: expected the corpus in tokens, got no such file; {again}") from None
+        if store.sha256 != [row["sha256"] for row in manifest["documents"]]:
+            raise ValueError(f"{path}: expected the documents of the token files beside it, got others; {again}")
+        return cls(folder, manifest, store)
+
+    def documents(self, which: str) -> Documents:
+        """Those of the set `train`, `validation` or `test`."""
+        if which not in TRAINED_AND_TESTED:
+            raise ValueError(f"which: expected one of {', '.join(TRAINED_AND_TESTED)}, got {which!r}")
+        chosen = np.array([i for i, row in enumerate(self.manifest["documents"]) if row["set"] == which], np.int64)
+        names = [self.store.names[i] for i in chosen.tolist()]
+        return Documents(names, self.store.lengths[chosen], self.store.starts[chosen], self.store.ids)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / TOKENIZER
