@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from isentrope.files import complete
@@ -23,9 +23,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with complete(path) as partial:
-            partial.touch()  # with the permissions of any other file; the library's own are the owner's alone
-            save_file({name: x.detach().contiguous() for name, x in tensors.items()}, partial, metadata)
-    except (SafetensorError, OSError) as error:
+            # through bytes: written by the library itself, the file would be readable by its owner alone
+            partial.write_bytes(save({name: x.detach().contiguous() for name, x in tensors.items()}, metadata))
+    except OSError as error:
         raise OSError(f"{path}: cannot be written ({error}); what was saved before is intact") from error
 
 
