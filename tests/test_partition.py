@@ -111,7 +111,7 @@ def test_what_cannot_be_parted():
 
 def blobs(sizes=(60, 30), apart=4.0):
     """Features of documents of two kinds, mixed."""
-    rows = [np.random.default_rng(kind).normal(kind * apart, 1, (size, 768)) for kind, size in enumerate(sizes)]
+    rows = [np.random.default_rng(kind).normal(kind * apart, 1, (size, 24)) for kind, size in enumerate(sizes)]
     kinds = np.repeat(np.arange(len(sizes)), sizes)
     order = np.random.default_rng(9).permutation(sum(sizes))
     return np.concatenate(rows)[order], kinds[order]

@@ -55,8 +55,10 @@ class Cosine(Score):
 
 def unit(x: Tensor) -> Tensor:
     """x / ‖x‖ along the last axis; a zero vector stays zero. Expects fp32 or wider."""
-    # dividing by the largest entry first keeps the sum of squares away from overflow and underflow
-    peak = x.abs().amax(-1, keepdim=True)
+    # dividing by the largest entry first keeps the sum of squares away from overflow and underflow. The result does not
+    # depend on it, so neither need the gradient: through amax, that looks for the entry which equals the maximum, and a
+    # compiler that works x out anew with other roundings finds none and divides by zero
+    peak = x.detach().abs().amax(-1, keepdim=True)
     x = x / torch.where(peak > 0, peak, torch.ones_like(peak))
     # the largest entry is now 1, so the sum is at least 1 unless x is zero: then the floor keeps the gradient finite
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True).clamp_min(0.5))

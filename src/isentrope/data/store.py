@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from isentrope.data.corpus import CorpusError, Document
 from isentrope.files import complete
 
-logger = logging.getLogger("isentrope")
 TEXTS, CHARACTERS = 64, 1 << 19  # tokenized at once, at most; one longer text goes alone
 AT_ONCE = 1 << 22  # tokens counted
 
@@ -106,7 +104,7 @@ def tokenize(
                 counts["duplicates"] += 1
             else:
                 seen.add(digest)
-                ids.tofile(file)
+                file.write(ids.data)
                 characters = None if document.text is None else len(document.text)
                 row = (document.name, digest, document.group, characters, len(ids))
                 for column, value in zip(rows.values(), row, strict=True):
