@@ -56,7 +56,7 @@ def main() -> None:
     for shape in options.evaluate.split(",") if options.evaluate else []:
         size, length = map(int, shape.split("x"))
         rows += evaluated(size, length)
-    save(options.out, {"rows": rows})
+    save(options.out, rows)
 
 
 def device() -> torch.device:
