@@ -44,5 +44,17 @@ def _kind(x: Tensor | None) -> Hashable:
 def _compile(function: Callable[..., Any], kind: tuple[Hashable, ...]) -> Callable[..., Any]:
     """Compilations are counted per code object and, past a limit, quietly given up: every kind gets a code object of
     its own, and `fullgraph` turns giving up into an error."""
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(fresh(function), fullgraph=True)
+
+
+def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own."""
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own

@@ -12,6 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from isentrope.compiled import fresh
+
 Batch = dict[str, Tensor]
 WARM = 3  # steps before a graph is captured: compilation, and the optimiser's first state
 
@@ -45,7 +47,9 @@ class Stepper:
             model.parameters(), lr=self.rate if cuda else 0.0, weight_decay=decay, fused=cuda, capturable=cuda
         )
         self.parameters = [x for x in model.parameters() if x.requires_grad]
-        self.loss: Callable[[Batch], Tensor] = torch.compile(self._loss, dynamic=False) if compile else self._loss
+        self.loss: Callable[[Batch], Tensor] = self._loss
+        if compile:  # as a function of this run's own: what is compiled for one model is of no use to the next
+            self.loss = torch.compile(fresh(lambda batch: self._loss(batch)), dynamic=False)
         self.captures = cuda and compile and accelerator.num_processes == 1
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: Batch = {}

@@ -282,7 +282,10 @@ def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Batche
 
 def _identity(prepared: Prepared, config: Config, steps: int) -> str:
     """A hash of all that the weights depend on."""
-    told = {key: value for key, value in asdict(config).items() if key not in ("log_every",)}
+    told = {key: value for key, value in asdict(config).items() if key != "log_every"}
+    weights = Path(config.model or "") / "model.safetensors"
+    if weights.is_file():  # what it starts from, not where that lies
+        told["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     documents = [(row["sha256"], row["set"]) for row in prepared.manifest["documents"]]
     content = json.dumps([told, steps, documents], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,0 +1,114 @@
+"""The paper's evaluation: masked tokens predicted from all others, at lengths past the training length.
+
+PPL = exp(mean cross-entropy) over all predictions, ACC = share of exact hits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from isentrope.data.prepared import Documents
+
+PROTOCOLS = ("single", "random")
+TOKENS = {"cpu": 1 << 13, "cuda": 1 << 19}  # of one forward pass, at most
+DRAWS = 2000  # of the bootstrap
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is masked.
+
+    single: one token at a time, at `positions` places of each document drawn by seed (None: at every place).
+    random: `share` of the tokens at once, drawn often enough for `positions` predictions a document (None: once).
+    """
+
+    name: str = "single"
+    positions: int | None = 256
+    share: float = 0.15
+    seed: int = 0
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.name not in PROTOCOLS:
+            raise ValueError(f"protocol: expected one of {', '.join(PROTOCOLS)}, got {self.name!r}")
+        if self.positions is not None and self.positions < 1:
+            raise ValueError(f"positions: expected 1 or more, or None for all, got {self.positions}")
+        if not 0 < self.share < 1 or self.batch < 1:
+            raise ValueError(f"share, batch: expected in (0, 1) and 1 or more, got {self.share} and {self.batch}")
+
+    def masked(self, length: int, document: str) -> NDArray[np.int64]:
+        """Which tokens are hidden in each row that a document is read in, (rows, hidden at once)."""
+        key = hashlib.sha256(f"{self.seed} {length} {document}".encode()).digest()
+        random = np.random.default_rng(np.frombuffer(key, np.uint32))
+        if self.name == "single":
+            count = length if self.positions is None else min(self.positions, length)
+            return np.sort(random.choice(length, count, replace=False))[:, None]
+        at_once = max(1, round(self.share * length))
+        rows = -(-(self.positions or 1) // at_once)
+        return np.stack([np.sort(random.choice(length, at_once, replace=False)) for _ in range(rows)])
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one document: predictions, the sum of their cross-entropies, and how many were hit."""
+
+    sha256: str
+    count: int
+    loss: float
+    hits: int
+
+
+def evaluate(
+    model: Any, documents: Documents, hashes: Sequence[str], length: int, mask_token: int, protocol: Protocol
+) -> list[Score]:
+    """The score of every document of `length` tokens or more, cut to that length; shorter ones are left out."""
+    return [
+        _score(model, documents[i], sha256, length, mask_token, protocol)
+        for i, sha256 in enumerate(hashes)
+        if documents.lengths[i] >= length
+    ]
+
+
+def _score(
+    model: Any, tokens: NDArray[np.int32], sha256: str, length: int, mask_token: int, protocol: Protocol
+) -> Score:
+    device = model.device
+    text = torch.from_numpy(tokens[:length].astype(np.int64)).to(device)
+    hidden = torch.from_numpy(protocol.masked(length, sha256)).to(device)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    hits = torch.zeros((), dtype=torch.int64, device=device)
+    rows = max(1, min(protocol.batch, TOKENS.get(device.type, 1 << 13) // length))
+    with torch.inference_mode():
+        for at in hidden.split(rows):
+            ids = text.repeat(len(at), 1).scatter_(1, at, mask_token)
+            logits = model(input_ids=ids, at=at).logits.flatten(0, 1).float()
+            labels = text[at].flatten()
+            loss += F.cross_entropy(logits, labels, reduction="sum")
+            hits += (logits.argmax(-1) == labels).sum()
+    return Score(sha256, hidden.numel(), loss.item(), int(hits))
+
+
+def summary(scores: Sequence[Score], seed: int = 0) -> dict[str, float]:
+    """PPL and ACC over all predictions, with 95 % intervals by bootstrap over documents."""
+    count, loss, hits = (np.array([getattr(score, name) for score in scores]) for name in ("count", "loss", "hits"))
+    draws = np.random.default_rng(seed).integers(0, len(scores), (DRAWS, len(scores)))
+    found: dict[str, float] = {}
+    for name, values in (("ppl", loss), ("acc", hits)):
+        mean, drawn = values.sum() / count.sum(), values[draws].sum(1) / count[draws].sum(1)
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        for key, value in ((name, mean), (f"{name}_low", low), (f"{name}_high", high)):
+            found[key] = _exp(float(value)) if name == "ppl" else float(value)
+    return found
+
+
+def _exp(x: float) -> float:
+    return exp(x) if x < 700 else inf

@@ -1,0 +1,277 @@
+"""Carrying a plan out: train what is missing, evaluate what is missing, put the results together.
+
+Every cell (checkpoint × recipe × length × protocol) is a file of its own, named by a hash of all that its numbers
+depend on, complete or absent. So a run may be killed and resumed, plans share cells, and processes work side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import AutoTokenizer
+
+from isentrope.data.prepared import Prepared
+from isentrope.data.source import Source
+from isentrope.files import complete
+from isentrope.models import GAUAlphaForMaskedLM
+from isentrope.study.checkpoint import read_log, write_json
+from isentrope.study.evaluate import evaluate, summary
+from isentrope.study.inspect import layer_entropies
+from isentrope.study.plan import Checkpoint, Plan, Row
+from isentrope.study.prepare import Options, prepare
+from isentrope.study.progress import progress
+from isentrope.study.provenance import provenance
+from isentrope.study.regimen import configured
+from isentrope.study.train import Diverged, train
+
+FORMAT = 1  # of cells: raised when a change of the code changes their numbers
+SHIPPED = files("isentrope.models") / "shipped"
+LOOKED_AT = 2  # documents whose attention entropy is measured
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint on disk. identity: a hash of its weights, or of how they come about. why: it could not be had."""
+
+    name: str
+    seed: int
+    folder: Path
+    identity: str
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of PPL and one of ACC."""
+
+    row: Row
+    length: int
+    trained: Trained
+    key: str
+
+
+def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Do what is missing of a plan and write `out/PLAN/results.jsonl`; returns how many cells are there and failed."""
+    state = PartialState()
+    prepared = _corpus(plan, out, data)
+    checkpoints = _checkpoints(plan, prepared, out, say)
+    cells = list(_cells(plan, prepared, checkpoints))
+    mine = [cell for cell in cells if not _path(out, cell).exists()][state.process_index :: state.num_processes]
+    study = _Evaluation(plan, prepared, out, state.device)
+    for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}"):
+        study.measure(cell)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _assemble(plan, prepared, checkpoints, cells, out)
+    state.wait_for_everyone()
+    return status(plan, out)
+
+
+def status(plan: Plan, out: Path) -> dict[str, Any]:
+    """How far a plan has come in the folder `out`."""
+    path = out / plan.name / "results.jsonl"
+    rows = read_log(path)
+    total = len(plan.rows) * len(plan.lengths) * len(plan.seeds)
+    failed = [row for row in rows if row["failed"]]
+    return {"plan": plan.name, "cells": total, "done": len(rows) - len(failed), "failed": len(failed)}
+
+
+def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
+    """The corpus given, or the one the plan names, prepared here with the tokenizer of the models that ship."""
+    if data is not None:
+        return Prepared.open(data)
+    if plan.data is None:
+        raise ValueError(f"data: the plan {plan.name} needs a corpus: isentrope data prepare …, then --data FOLDER")
+    folder = out / "data" / plan.data
+    state = PartialState()
+    if state.is_main_process:
+        shipped = next((c.shipped for c in plan.needed() if c.shipped), None)
+        options = Options(tokenizer=str(SHIPPED / shipped)) if shipped else Options()
+        prepare(Source(plan.data), folder, options)
+    state.wait_for_everyone()
+    return Prepared.open(folder)
+
+
+def _checkpoints(
+    plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None]
+) -> dict[tuple[str, int], Trained]:
+    """Every checkpoint of the plan for every seed, trained where it is not there yet."""
+    found: dict[tuple[str, int], Trained] = {}
+    for checkpoint in plan.needed():
+        for seed in plan.seeds if checkpoint.train and checkpoint.seeded else plan.seeds[:1]:
+            found[checkpoint.name, seed] = _checkpoint(checkpoint, seed, found, plan, prepared, out, say)
+        for seed in plan.seeds:
+            found.setdefault((checkpoint.name, seed), found[checkpoint.name, plan.seeds[0]])
+    return found
+
+
+def _checkpoint(
+    checkpoint: Checkpoint,
+    seed: int,
+    found: dict[tuple[str, int], Trained],
+    plan: Plan,
+    prepared: Prepared,
+    out: Path,
+    say: Callable[[str], None],
+) -> Trained:
+    if checkpoint.train is None:
+        folder = Path(str(SHIPPED / checkpoint.shipped)) if checkpoint.shipped else Path(str(checkpoint.path))
+        weights = folder / "model.safetensors"
+        if not weights.is_file():
+            raise ValueError(f"checkpoint {checkpoint.name}: expected {weights}, got no such file")
+        return Trained(checkpoint.name, seed, folder, hashlib.sha256(weights.read_bytes()).hexdigest()[:16])
+    options = dict(checkpoint.train)
+    start = found.get((str(options.get("model")), seed))
+    if start is not None:
+        if start.why:
+            return Trained(checkpoint.name, seed, out, f"without {start.identity}", start.why)
+        options["model"] = str(start.folder)
+    config = configured(options.pop("preset", "train"), seed=seed if checkpoint.seeded else 0, **options)
+    # named by how it comes about, with its start by content and not by place
+    recipe = json.dumps([asdict(config) | {"model": start.identity if start else config.model}, _data(prepared)])
+    identity = hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    folder = out / "checkpoints" / f"{checkpoint.name}-{identity}"
+    if not (folder / "final" / "model.safetensors").exists():
+        say(f"training {checkpoint.name}, seed {seed}")
+    try:
+        train(prepared.folder, config, folder)
+    except Diverged as error:
+        return Trained(checkpoint.name, seed, folder, identity, f"checkpoint {checkpoint.name}: {error}")
+    return Trained(checkpoint.name, seed, folder / "best", identity)
+
+
+def _data(prepared: Prepared) -> str:
+    """A hash of which documents are in which set, and of the tokens they became."""
+    rows = [(row["sha256"], row["set"]) for row in prepared.manifest["documents"]]
+    return hashlib.sha256(json.dumps([rows, prepared.manifest["tokens"]]).encode()).hexdigest()[:16]
+
+
+def _cells(plan: Plan, prepared: Prepared, checkpoints: dict[tuple[str, int], Trained]) -> Iterator[Cell]:
+    data = _data(prepared)
+    protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
+    for row in plan.rows:
+        for length in plan.lengths:
+            for seed in plan.seeds:
+                trained = checkpoints[row.checkpoint, seed]
+                told = [FORMAT, trained.identity, row.recipe, length, plan.train_length, plan.entropy, protocol, data]
+                key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+                yield Cell(row, length, Trained(**(asdict(trained) | {"seed": seed})), key)
+
+
+def _path(out: Path, cell: Cell) -> Path:
+    return out / "cells" / f"{cell.key}.json"
+
+
+class _Evaluation:
+    """Cells one after another; neighbours share their model."""
+
+    def __init__(self, plan: Plan, prepared: Prepared, out: Path, device: torch.device) -> None:
+        self.plan, self.out, self.device = plan, out, device
+        self.documents = prepared.documents("test")
+        self.hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
+        self.mask_token: int = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
+        self.loaded: tuple[Any, Any] = (None, None)
+        self.machine = {key: value for key, value in provenance().items() if key != "date"}
+
+    def measure(self, cell: Cell) -> None:
+        begun = time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        numbers: dict[str, Any] = dict.fromkeys(("ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high"))
+        numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
+        failed = cell.trained.why
+        if failed is None:
+            try:
+                numbers |= self._numbers(cell)
+            except torch.OutOfMemoryError as error:
+                failed = f"out of memory: {str(error).splitlines()[0]}"
+            except FloatingPointError as error:
+                failed = str(error)
+        seconds = time.perf_counter() - begun
+        read = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"]) * cell.length
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        timing = {"seconds": seconds, "tokens_per_second": read / seconds, "peak_bytes": peak}
+        path = _path(self.out, cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"result": numbers | {"failed": failed, "run": self.machine}, "timing": timing})
+
+    def _numbers(self, cell: Cell) -> dict[str, Any]:
+        model = self._model(cell)
+        scores = evaluate(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
+        skipped = len(self.hashes) - len(scores)
+        if not scores:
+            raise FloatingPointError(f"no test document has {cell.length} tokens")
+        if not all(isfinite(score.loss) for score in scores):
+            raise FloatingPointError("the loss is not a number")
+        found: dict[str, Any] = {"documents": [asdict(score) for score in scores], "skipped": skipped}
+        found |= summary(scores)
+        if self.plan.entropy:
+            long = [i for i in range(len(self.documents)) if self.documents.lengths[i] >= cell.length][:LOOKED_AT]
+            ids = torch.stack([torch.from_numpy(self.documents[i][: cell.length].astype("int64")) for i in long])
+            now = layer_entropies(model, ids.to(self.device))
+            then = layer_entropies(model, ids[:, : self.plan.train_length].to(self.device))
+            found |= {"entropy": now.tolist(), "entropy_ratio": (now / then).tolist()}
+        return found
+
+    def _model(self, cell: Cell) -> Any:
+        wanted = cell.trained.folder, cell.row.recipe
+        if self.loaded[0] != wanted:
+            self.loaded = (None, None)  # not two at a time
+            narrow = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            model: Any = GAUAlphaForMaskedLM.from_pretrained(cell.trained.folder, recipe=cell.row.recipe, dtype=narrow)
+            self.loaded = wanted, model.to(self.device).eval()
+        return self.loaded[1]
+
+
+def _assemble(
+    plan: Plan, prepared: Prepared, checkpoints: dict[tuple[str, int], Trained], cells: list[Cell], out: Path
+) -> None:
+    """results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells that are there."""
+    results, timings = [], []
+    for cell in cells:
+        held = json.loads(_path(out, cell).read_text(encoding="utf-8"))
+        told = {"key": cell.key} | asdict(cell.row) | {"seed": cell.trained.seed, "length": cell.length}
+        results.append(told | {"protocol": plan.protocol.name} | held["result"])
+        timings.append({"key": cell.key} | held["timing"])
+    folder = out / plan.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("results.jsonl", results), ("timings.jsonl", timings)):
+        with complete(folder / name) as partial:
+            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    manifest = prepared.manifest
+    write_json(folder / "plan.json", {
+        "name": plan.name, "title": plan.title, "label": plan.label, "lengths": plan.lengths,
+        "train_length": plan.train_length, "protocol": plan.protocol.name, "positions": plan.protocol.positions,
+        "seeds": plan.seeds, "metrics": ["ppl", "acc"], "layout": "methods", "rows": [asdict(row) for row in plan.rows],
+        "claims": plan.claims, "notes": plan.notes,
+        "data": {
+            "name": manifest["source"]["name"], "fingerprint": manifest["source"]["fingerprint"],
+            "partition": _data(prepared), "documents": len(manifest["documents"]), "statistics": manifest["statistics"],
+        },
+        "checkpoints": _told(checkpoints), "run": provenance(),
+    })  # fmt: skip
+
+
+def _told(checkpoints: dict[tuple[str, int], Trained]) -> dict[str, Any]:
+    """What is known of how each checkpoint was trained."""
+    found: dict[str, Any] = {}
+    for (name, seed), trained in checkpoints.items():
+        label = name if seed == trained.seed == 0 else f"{name}, seed {seed}"
+        path = (trained.folder if trained.why else trained.folder.parent) / "train.json"
+        row: dict[str, Any] = {"identity": trained.identity, "failed": trained.why}
+        if path.exists():
+            told = json.loads(path.read_text(encoding="utf-8"))
+            row |= {key: told[key] for key in ("config", "best", "seconds")}
+            row["log"] = read_log(path.with_name("log.jsonl"))
+        found[label] = row
+    return found

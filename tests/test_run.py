@@ -1,0 +1,173 @@
+"""A study from its plan to its results: what is missing is done, once, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from isentrope.study import plan as plans
+from isentrope.study import run as study
+from isentrope.study.run import run, status
+from tests.test_train import make_corpus, one_cpu_thread
+
+SIZES = "sizes: {hidden_size: 16, intermediate_size: 24, attention_key_size: 8}"
+SMALL = "layers: 2, batch: 4, length: 16, steps: 2, validation: 8"
+PLAN = f"""
+title: A small study
+label: table x
+lengths: [16, 64, 4000]
+train_length: 16
+protocol: {{positions: 6}}
+seeds: [0, 1]
+checkpoints:
+  base: {{seeded: false, train: {{preset: train, {SMALL}, {SIZES}}}}}
+  dot: {{train: {{preset: train, model: base, {SMALL}}}}}
+  cosine: {{train: {{preset: train, model: base, {SMALL}, cosscale: 16}}}}
+methods:
+  - {{method: GAU-α, recipe: rope, checkpoint: dot, cosine: cosine, alpha: 16}}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_cpu_thread():
+    with one_cpu_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("study"))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plans.parse("small", PLAN)
+
+
+@pytest.fixture(scope="module")
+def done(plan, corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("done")
+    told = run(plan, out, corpus, lambda words: None)
+    # 4000 tokens no document has
+    assert told == {"plan": "small", "cells": 24, "done": 16, "failed": 8}
+    return out
+
+
+def rows(out, name="small"):
+    return [json.loads(line) for line in (out / name / "results.jsonl").read_text().splitlines()]
+
+
+def counting(monkeypatch):
+    seen = []
+    plain = study.evaluate
+
+    def evaluate(model, documents, hashes, length, *others):
+        seen.append(length)
+        return plain(model, documents, hashes, length, *others)
+
+    monkeypatch.setattr(study, "evaluate", evaluate)
+    return seen
+
+
+def copied(done, tmp_path):
+    """The checkpoints of a finished study, without its cells."""
+    shutil.copytree(done / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path
+
+
+def test_results_are_in_the_plans_order_and_complete(done, plan):
+    found = rows(done)
+    order = [(row.variant, n, seed) for row in plan.rows for n in plan.lengths for seed in plan.seeds]
+    assert [(row["variant"], row["length"], row["seed"]) for row in found] == order
+    for row in found:
+        assert len(row["key"]) == 16 and row["protocol"] == "single" and row["run"]["torch"]
+        if row["length"] == 4000:
+            assert row["failed"] == "no test document has 4000 tokens" and row["ppl"] is None
+            continue
+        assert row["failed"] is None and row["skipped"] == 0 and len(row["documents"]) == 4
+        assert all(document["count"] == 6 for document in row["documents"])
+        assert row["ppl_low"] <= row["ppl"] <= row["ppl_high"] and 0 <= row["acc"] <= 1
+        assert len(row["entropy"]) == len(row["entropy_ratio"]) == 2
+        if row["length"] == 16:
+            assert row["entropy_ratio"] == pytest.approx([1.0, 1.0])
+    told = json.loads((done / "small" / "plan.json").read_text())
+    assert told["label"] == "table x" and told["data"]["statistics"]["test"]["documents"] == 4
+    assert told["checkpoints"]["dot"]["config"]["recipe"] == "rope" and told["checkpoints"]["dot"]["log"]
+    timings = [json.loads(line) for line in (done / "small" / "timings.jsonl").read_text().splitlines()]
+    assert [t["key"] for t in timings] == [row["key"] for row in found] and all(t["seconds"] > 0 for t in timings)
+
+
+def test_infoscale_changes_nothing_inside_the_training_length(done):
+    by = {(row["variant"], row["length"], row["seed"]): row for row in rows(done)}
+    assert by["both", 16, 0]["documents"] == by["C.S.", 16, 0]["documents"]
+    assert by["both", 64, 0]["documents"] != by["C.S.", 64, 0]["documents"]
+    assert by["plain", 64, 0]["documents"] != by["plain", 64, 1]["documents"]  # another training seed
+
+
+def test_rerunning_does_only_what_is_missing(done, plan, corpus, monkeypatch):
+    before, seen = (done / "small" / "results.jsonl").read_bytes(), counting(monkeypatch)
+    run(plan, done, corpus, lambda words: None)
+    assert not seen
+    lost = next(row for row in rows(done) if row["length"] == 64)
+    (done / "cells" / f"{lost['key']}.json").unlink()
+    run(plan, done, corpus, lambda words: None)
+    assert seen == [64] and (done / "small" / "results.jsonl").read_bytes() == before
+
+
+def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_path, monkeypatch):
+    out, plain, count = copied(done, tmp_path), study.evaluate, iter(range(100))
+
+    def evaluate(*arguments):
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "evaluate", evaluate)
+        with pytest.raises(KeyboardInterrupt):
+            run(plan, out, corpus, lambda words: None)
+    assert not list(out.rglob("*.partial")) and status(plan, out)["done"] == 0
+    run(plan, out, corpus, lambda words: None)
+    assert (out / "small" / "results.jsonl").read_bytes() == (done / "small" / "results.jsonl").read_bytes()
+
+
+def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
+    seen = counting(monkeypatch)
+    part = plans.parse("part", PLAN + "variants: [plain, I.S.]")
+    told = run(part, done, corpus, lambda words: pytest.fail(words))
+    assert not seen and told["done"] == 8
+    assert [row["ppl"] for row in rows(done, "part")] == [
+        row["ppl"] for row in rows(done) if row["variant"] in ("plain", "I.S.")
+    ]
+
+
+def test_a_cell_that_fails_leaves_the_others_alone(done, plan, corpus, tmp_path, monkeypatch):
+    out, plain = copied(done, tmp_path), study.evaluate
+
+    def evaluate(model, documents, hashes, length, *others):
+        if length == 64:
+            raise torch.OutOfMemoryError("64 tokens are too many\nand more")
+        return plain(model, documents, hashes, length, *others)
+
+    monkeypatch.setattr(study, "evaluate", evaluate)
+    told = run(plan, out, corpus, lambda words: None)
+    assert told == {"plan": "small", "cells": 24, "done": 8, "failed": 16}
+    assert {row["failed"] for row in rows(out) if row["length"] == 64} == {"out of memory: 64 tokens are too many"}
+
+
+def test_a_checkpoint_that_diverges_is_the_reason_of_its_cells(done, corpus, tmp_path, monkeypatch):
+    def train(data, config, out):
+        raise study.Diverged("step 3: the loss is nan")
+
+    monkeypatch.setattr(study, "train", train)
+    plan = plans.parse("small", PLAN)
+    assert run(plan, tmp_path, corpus, lambda words: None)["failed"] == 24
+    assert {row["failed"] for row in rows(tmp_path)} == {"checkpoint base: step 3: the loss is nan"}
+
+
+def test_without_a_corpus(plan, tmp_path):
+    with pytest.raises(ValueError, match="--data"):
+        run(plan, tmp_path)
