@@ -25,13 +25,13 @@ from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
 from isentrope.study.train import Interrupted, train
-from tests.test_train import TINY, assert_same_weights, make_corpus, one_cpu_thread, states, stop_at
+from tests.test_train import GENTLE, TINY, assert_same_weights, make_corpus, one_cpu_thread, states, stop_at
 
 # processes that begin where torch is already imported, without threads or anything else of this one
 PROCESSES = multiprocessing.get_context("forkserver")
 ALONE = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 PATIENCE = 120  # seconds
-STEPS = 200
+STEPS = 240
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,9 +111,9 @@ def uninterrupted(corpus, tmp_path_factory):
 
 
 MOMENTS = {
-    "before anything is saved": lambda out: (out / "log.jsonl").exists() and not states(out),
-    "at the first state": lambda out: states(out),
-    "with the log ahead of the state": lambda out: states(out)[-1] < logged(out) < 100,
+    "at the beginning": lambda out: (out / "log.jsonl").exists(),
+    "at the first state": states,
+    "with the log ahead of the state": lambda out: states(out)[-1] < logged(out),
     "on the way": lambda out: logged(out) > 120,
 }
 
@@ -235,7 +235,7 @@ def test_killed_leaving(worst, corpus, done, tmp_path):
 
 # two processes
 
-SHARED = replace(TINY, dropout=0.1, accumulate=2)
+SHARED = replace(GENTLE, accumulate=2)
 
 
 def share(corpus, config, out, told_to_stop_at=None):

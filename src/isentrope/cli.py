@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
 app.add_typer(data, name="data")
+study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
+app.add_typer(study, name="study")
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except BrokenPipeError:
         raise  # the reader has gone: nobody to tell
     except (ValueError, OSError) as error:
-        typer.echo(f"isentrope: {error}", err=True)
+        typer.echo(f"isentrope: {str(error).strip().partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None
 
 
@@ -100,6 +102,32 @@ def perplexity(
             typer.echo(path)
 
 
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="GAU-α or a causal model: a folder, or a name on the hub.")],
+    text: Annotated[Path, typer.Argument(help="A text file, or .jsonl(.xz): its first text that is long enough.")],
+    recipe: Annotated[str | None, typer.Option(help="What attention follows, in place of the model's own.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens to read; angles and heatmaps at the last.")] = "64,128,256,512",
+    layer: Annotated[int, typer.Option(help="Whose angles and heatmaps; -1 is the last layer.")] = -1,
+    region: Annotated[str | None, typer.Option(help="Queries and keys of the heatmaps, as 0:512,0:512.")] = None,
+    inset: Annotated[str | None, typer.Option(help="A part to draw beside it, as 3516:3536,3516:3536.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for inspect.json, heatmaps and figures.")] = Path("results/inspect"),
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """How focused a model's attention is, at which angles, and where: numbers and figures.
+
+    isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
+    """
+    with _errors_in_one_line():
+        from isentrope.report.inspect import draw
+        from isentrope.study import inspect as looking
+
+        config = looking.Config.read(lengths, region, inset, layer=layer)
+        results = looking.run(model, text, recipe, config, out, device, dtype)
+        typer.echo("\n".join(map(str, (results, *draw(out)))))
+
+
 @data.command()
 def prepare(
     source: Annotated[
@@ -133,18 +161,22 @@ def prepare(
     The same corpus, options and seed give the same partition. What an earlier run has done is kept.
     """
     with _errors_in_one_line():
-        from rich.console import Console
-
         from isentrope.data.source import Source
-        from isentrope.report import corpus, tables
         from isentrope.study import prepare as study
 
         found = Source(source, column, subset, split, data_files, skip_broken, limit)
         options = study.Options(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
-        manifest = study.prepare(found, out, options, say=lambda text: typer.echo(text, err=True))
-        Console().print(tables.partition(manifest))
-        for path in (manifest, *corpus.partition(manifest)):
-            typer.echo(path)
+        _show_partition(study.prepare(found, out, options, say=lambda text: typer.echo(text, err=True)))
+
+
+def _show_partition(manifest: Path) -> None:
+    from rich.console import Console
+
+    from isentrope.report import corpus, tables
+
+    Console().print(tables.partition(manifest))
+    for path in (manifest, *corpus.partition(manifest)):
+        typer.echo(path)
 
 
 @app.command()
@@ -224,6 +256,144 @@ def losses(
         out.parent.mkdir(parents=True, exist_ok=True)
         for path in draw(runs, out):
             typer.echo(path)
+
+
+@study.command("list")
+def study_list() -> None:
+    """The plans that ship: what they measure, and how many cells that is."""
+    from rich.console import Console
+
+    from isentrope.report import tables
+    from isentrope.study import plan as plans
+
+    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+
+
+@study.command("run")
+def study_run(
+    plan: Annotated[str, typer.Argument(help="A plan's name (isentrope study list), or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
+        "results"
+    ),
+    corpus: Annotated[Path | None, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="In place of the plan's, such as 128,1024.")] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="Masked positions a document, in place of the plan's; 0 for all.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Training seeds in place of the plan's, such as 0,1,2.")] = None,
+) -> None:
+    """Train and evaluate what is missing of a plan, then print its table. Interrupted, the same command goes on.
+
+    isentrope study run main --data data/laws --out results
+
+    accelerate launch -m isentrope.cli study run main --data data/laws --out results
+    """
+    with _errors_in_one_line():
+        from isentrope.study import plan as plans
+
+        if plan == "laws":
+            laws(out / "laws")
+        elif plan == "dataset":
+            if corpus is None:
+                raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
+            from isentrope.data.prepared import Prepared
+
+            _show_partition(Prepared.open(corpus).folder / "manifest.json")
+        else:
+            _carry_out(plans.changed(plans.load(plan), lengths, positions, seeds), out, corpus)
+
+
+@study.command("status")
+def study_status(
+    plan: Annotated[str, typer.Argument(help="A plan's name, or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
+) -> None:
+    """How many cells of a plan are done, failed and missing."""
+    with _errors_in_one_line():
+        import json
+
+        from isentrope.study import plan as plans
+        from isentrope.study.run import status
+
+        found = status(plans.load(plan), out)
+        missing = found["cells"] - found["done"] - found["failed"]
+        words = f"{plan}: {found['done']} of {found['cells']} cells done, {found['failed']} failed, {missing} missing"
+        typer.echo(json.dumps(found) if as_json else words)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A GAU-α model: a folder, such as RUN/best.")],
+    corpus: Annotated[Path, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")],
+    recipe: Annotated[list[str], typer.Option(help="Recipes to compare; give it several times.")],
+    lengths: Annotated[str, typer.Option(help="Lengths in tokens.")] = "128,256,512,1024,2048,4096",
+    positions: Annotated[int, typer.Option(help="Masked positions a document; 0 for all.")] = 256,
+    protocol: Annotated[str, typer.Option(help="single: one token masked at a time; random: 15 % at once.")] = "single",
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results/evaluate"),
+) -> None:
+    """Perplexity and accuracy of masked tokens at lengths past the training length.
+
+    isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
+    """
+    with _errors_in_one_line():
+        from isentrope.study import plan as plans
+
+        _carry_out(plans.single(model, recipe, lengths, positions, protocol), out, corpus)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that 'isentrope study run' wrote, or one plan's in it.")],
+    cap: Annotated[bool, typer.Option("--cap", help="Print >500 and <0.1 as the paper does.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For a script: paths and verdicts.")] = False,
+) -> None:
+    """One page of a study, tables in Markdown, LaTeX and CSV, and whether the paper's claims hold.
+
+    isentrope report results
+    """
+    with _errors_in_one_line():
+        import json
+
+        from rich.console import Console
+
+        from isentrope.report import grid, page
+
+        written = page.report(folder, cap)
+        if as_json:
+            typer.echo(json.dumps(written, ensure_ascii=False))
+            return
+        Console().print(grid.terminal(folder, cap))
+        for path in (*(file for plan in written["plans"] for file in plan["files"]), written["report"]):
+            typer.echo(path)
+
+
+def _carry_out(plan: Any, out: Path, corpus: Path | None) -> None:
+    """Run a plan, then write and show what came out; exit code 1 where a cell failed."""
+    from rich.console import Console
+
+    from isentrope.report.curves import curves
+    from isentrope.report.grid import terminal, write
+    from isentrope.report.page import page
+    from isentrope.study.run import run
+    from isentrope.study.train import Interrupted, is_main
+
+    try:
+        told = run(plan, out, corpus, lambda words: typer.echo(words, err=True))
+    except Interrupted as stopped:
+        typer.echo(f"isentrope: {stopped}", err=True)
+        raise typer.Exit(128 + stopped.number) from None
+    if is_main():
+        folder = out / plan.name
+        curves(folder)
+        write(folder)
+        Console().print(terminal(folder))
+        typer.echo(page(folder))
+        if told["failed"]:
+            typer.echo(
+                f"isentrope: {told['failed']} of {told['cells']} cells failed: {folder / 'results.jsonl'}", err=True
+            )
+            raise typer.Exit(1)
 
 
 if __name__ == "__main__":

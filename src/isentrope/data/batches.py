@@ -43,6 +43,10 @@ class Batches:
             raise ValueError(f"share: expected a number in (0, 1), got {self.share!r}")
         if min(self.length, self.size) < 1:
             raise ValueError(f"length and size: expected 1 or more, got {self.length} and {self.size}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed: expected a number in 0 … 2⁶⁴ - 1, got {self.seed}")
+        if not len(self.ordinary):
+            raise ValueError("ordinary: expected tokens to put in place of others, got none")
         if not len(self.documents):
             raise ValueError("documents: expected some, got none")
         if (shortest := int(self.documents.lengths.min())) < self.length:
@@ -61,7 +65,7 @@ class Batches:
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
         """input_ids (size, length); at, labels (size, predictions): where and what; noise (size,): for dropout."""
-        rng = np.random.Generator(np.random.Philox(key=[self.seed, step]))
+        rng = self._random(step)
         which = self.members(step)
         last = self.documents.lengths[which] - self.length
         begin = (rng.random(self.size) * (last + 1)).astype(np.int64)
@@ -96,6 +100,7 @@ class Batches:
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         # steps count from 0 up and epochs from 2⁶³ up: no two draws share a key
-        return np.random.Generator(np.random.Philox(key=[self.seed, (1 << 63) + epoch])).permutation(
-            len(self.documents)
-        )
+        return self._random((1 << 63) + epoch).permutation(len(self.documents))
+
+    def _random(self, counter: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=np.array([self.seed, counter], np.uint64)))

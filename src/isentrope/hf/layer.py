@@ -71,9 +71,7 @@ class Layer(nn.Module):
         position_ids: Tensor | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
-        layout = layout_for(mask, query, key)
-        if self.rope is not None:
-            layout = _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)))
+        layout = self.placed(query, key, mask, position_ids)
         if sink_logits is None and self.idle(key.shape[2], layout.framed) and layout.implicit:
             return self._plain(module, query, key, value, mask, layout, scaling, dropout)
         if dropout:
@@ -83,19 +81,30 @@ class Layer(nn.Module):
             )
         if (dtype := _autocast(query.device.type)) is not None:  # as SDPA does
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
-        if scale is not None and self.rope is not None:
-            scale = scale * self.rope.scaling**2
-        options: dict[str, Any] = {"causal": self.causal, "mask": self.native, "layout": layout}
-        options |= {"scale": scale, "backend": self.backend}
-        recipe = self.recipe
-        if self.temperature is not None:  # as it is registered: it may have been wrapped since
-            recipe = replace(recipe, temperature=self.temperature)
+        recipe, options = self.asked(layout, scaling)
+        options["backend"] = self.backend
         if sink_logits is None:
             out = attention(query, key, value, recipe, **options)
         else:
             out = _with_sinks(query, key, value, recipe, sink_logits, options)
         return out.transpose(1, 2).contiguous()
+
+    def placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
+        """Where the tokens of a call stand."""
+        layout = layout_for(mask, query, key)
+        if self.rope is None:
+            return layout
+        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)))
+
+    def asked(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
+        """The recipe and the options that `attention` is asked for."""
+        scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
+        if scale is not None and self.rope is not None:
+            scale = scale * self.rope.scaling**2
+        recipe = self.recipe
+        if self.temperature is not None:  # as it is registered: it may have been wrapped since
+            recipe = replace(recipe, temperature=self.temperature)
+        return recipe, {"causal": self.causal, "mask": self.native, "layout": layout, "scale": scale}
 
     def _plain(
         self,

@@ -24,7 +24,7 @@ def read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]
     """The recipe, with what it requires and leaves out taken from the model."""
     turning = {2 * layer.rope.theta.shape[-1] for layer in layers if layer.rope is not None}
     known = {
-        "train_length": _train_length(config),
+        "train_length": train_length(config),
         "heads": layers[0].heads,
         "dim": turning.pop() if len(turning) == 1 else None,
     }
@@ -38,7 +38,7 @@ def read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]
     return replace(recipe, position=recipe.position.resolved(known["train_length"]))
 
 
-def _train_length(config: PreTrainedConfig) -> int | None:
+def train_length(config: PreTrainedConfig) -> int | None:
     """The length a config says its model was trained at.
 
     A config with scaled frequencies also states the length before scaling. Models are trained anew with llama3's and

@@ -23,8 +23,10 @@ from isentrope.attention import attention
 from isentrope.layout import Layout, layout_of, token_frames
 from isentrope.models.config import GAUAlphaConfig, gau_recipe
 from isentrope.models.dropout import dropout
+from isentrope.positions import CLEX
 from isentrope.precision import wide
 from isentrope.recipe import Recipe
+from isentrope.temperatures import SSMax
 
 
 class ScaleOffset(nn.Module):
@@ -140,7 +142,9 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"encoder\.layer\.\d+\."]  # noqa: RUF012  # fewer layers than were saved
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (CLEX, SSMax)):
+            module.reset()  # after its own layers
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, ScaleOffset):
             nn.init.ones_(module.weight)

@@ -52,8 +52,14 @@ class CLEX(nn.Module, Position):
         pairs = self.dim // 2
         self.up = nn.Linear(pairs, self.hidden or pairs, bias=False)
         self.down = nn.Linear(self.hidden or pairs, pairs, bias=False)
-        nn.init.zeros_(self.down.weight)
         self.register_buffer("factor", torch.ones((), dtype=torch.int64), persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """The values that training begins from: frequencies as NTK scaling has them, t = 1."""
+        nn.init.kaiming_uniform_(self.up.weight, a=5**0.5)  # as a linear layer begins
+        nn.init.zeros_(self.down.weight)
+        nn.init.ones_(self.factor)
 
     def sample(self, generator: torch.Generator | None = None) -> int:
         """Draw the t that the next training step uses."""

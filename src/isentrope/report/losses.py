@@ -37,7 +37,7 @@ def losses(runs: list[Path], out: Path) -> list[Path]:
             axes.set_title(title)
             axes.legend(frameon=False)
         row[0].set_ylabel("loss, nats a masked token")
-        return [save(figure, out.with_suffix(suffix)) for suffix in (".png", ".svg")]
+        return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
 
 
 def _read(run: Path) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def _read(run: Path) -> dict[str, Any]:
     if not told.is_file() or not log.is_file():
         raise ValueError(f"{run}: expected a folder that isentrope train wrote, with train.json and log.jsonl")
     config = json.loads(told.read_text(encoding="utf-8"))["config"]
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    # the last line of a run that is being written may be half of one
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     if not rows:
         raise ValueError(f"{log}: expected losses, got none yet")
     label = config["recipe"] + (f" + PoSE {config['pose']}" if config["pose"] else "")

@@ -120,3 +120,13 @@ def _perplexity(x: float, bold: bool) -> str:
 
 def _thousands(n: int) -> str:
     return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)
+
+
+def plans(found: list[dict[str, Any]]) -> Table:
+    """The studies there are."""
+    table = Table(**STYLE)
+    for heading in ("plan", "in the paper", "what", "trainings", "cells"):
+        table.add_column(heading, justify="right" if heading in ("trainings", "cells") else "left")
+    for row in found:
+        table.add_row(row["name"], row["label"], row["title"], str(row["trainings"] or ""), str(row["cells"] or ""))
+    return table

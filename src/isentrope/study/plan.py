@@ -207,8 +207,17 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name}: expected numbers with commas between, got {text!r}") from None
 
 
+# studies without cells, for the same list: commands of their own
+OTHERS = {
+    "laws": {"label": "table1", "title": "The temperature laws: formulas, and what each does to attention entropy"},
+    "dataset": {"label": "table 9.1.1", "title": "A corpus' partition: statistics, and a figure"},
+}
+
+
 def described(name: str) -> dict[str, Any]:
     """What a list of plans says of one."""
+    if name in OTHERS:
+        return {"name": name, "cells": 0, "trainings": 0} | OTHERS[name]
     plan = load(name)
     cells, trainings = len(plan.rows) * len(plan.lengths) * len(plan.seeds), [c for c in plan.needed() if c.train]
     return {"name": name, "label": plan.label, "title": plan.title, "cells": cells, "trainings": len(trainings)}

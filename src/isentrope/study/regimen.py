@@ -45,8 +45,8 @@ class Config:
     log_every: int = 20
 
     def __post_init__(self) -> None:
-        if (self.steps > 0) == (self.epochs > 0):
-            raise ValueError(f"steps, epochs: expected one of them, got {self.steps} and {self.epochs}")
+        if min(self.steps, self.epochs) < 0 or (self.steps > 0) == (self.epochs > 0) or not math.isfinite(self.epochs):
+            raise ValueError(f"steps, epochs: expected one of them, above 0, got {self.steps} and {self.epochs}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         for name in ("layers", "length", "batch", "accumulate", "log_every", "validation"):
@@ -54,12 +54,19 @@ class Config:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if not (self.rate > 0 and math.isfinite(self.rate)) or not 0 <= self.warmup < 1:
             raise ValueError(f"rate, warmup: expected above 0, and in [0, 1), got {self.rate} and {self.warmup}")
+        for name in ("decay", "clip", "evaluate_every", "save_every", "seed"):
+            if not 0 <= getattr(self, name) < 1 << 62:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: expected a share in [0, 1), got {self.dropout}")
         if self.sizes and self.model:
             raise ValueError(f"sizes: expected none where a model is given, got {self.sizes}")
         known = ("hidden_size", "intermediate_size", "attention_key_size")
         for name in self.sizes or {}:
             if name not in known:
                 raise ValueError(f"sizes: expected {', '.join(known)}, got {name!r}")
+            if (self.sizes or {})[name] < 1:
+                raise ValueError(f"sizes: expected 1 or more, got {name}={(self.sizes or {})[name]}")
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Of step 0 … steps - 1: up in a straight line over the first `warmup` of them, then down to 0."""

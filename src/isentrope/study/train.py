@@ -54,7 +54,7 @@ def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = 
     the tokenizer; `log.jsonl` the losses; `state-*.safetensors` what an interrupted run goes on from.
     """
     prepared = Prepared.open(data)
-    accelerator = Accelerator(mixed_precision="no", log_with=_trackers(track), project_dir=str(out))
+    accelerator = Accelerator(mixed_precision="no", log_with=_trackers(track) or None, project_dir=str(out))
     run = Run(prepared, config, out, accelerator)
     if (finished := run.finished()) is not None:
         return finished
@@ -107,11 +107,13 @@ class Run:
         first = self.progress["step"]
         if self.main:
             self.out.mkdir(parents=True, exist_ok=True)
+            for left in self.out.rglob(".*.partial"):  # of a process that was killed while it wrote
+                left.unlink()
             for name in ("best", "final"):
                 self._describe_model(self.out / name)
             self._tell(finished=False)
         self.accelerator.wait_for_everyone()
-        self.accelerator.init_trackers("isentrope", init_kwargs={"tensorboard": {"purge_step": first}})
+        self.accelerator.init_trackers("isentrope", init_kwargs={"tensorboard": {"purge_step": first + 1}})
         log = Log(self.out / "log.jsonl", first) if self.main else None
         try:
             with _signals() as caught, Watch(self.steps, first, self.main) as watch:
@@ -119,7 +121,8 @@ class Run:
         finally:
             if log is not None:
                 log.close()
-            self.accelerator.end_training()
+            for tracker in self.accelerator.trackers:  # not `end_training`: processes have more to say to each other
+                tracker.finish()
         if self.main:
             self._save_model("final")
             self._tell(finished=True)
@@ -134,7 +137,7 @@ class Run:
         batches = ahead(self._share, first, self.steps, pin=self.accelerator.device.type == "cuda")
         for step, batch in enumerate(batches, first):
             for module in clex:  # one t for all layers
-                module.sample(torch.Generator().manual_seed(self.config.seed * 1_000_003 + step))
+                module.sample(torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % (1 << 63)))
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
             watch.advance(done)
@@ -206,7 +209,7 @@ class Run:
         names = [self.batches.documents.names[i] for i in self.batches.members(step)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         kept = (
-            f"the last good state is of step {self.progress['step']}" if self.progress["step"] else "nothing is saved"
+            f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
         )
         return Diverged(f"step {step + 1}: {why}, in a batch of {shown}; {kept} in {self.out}; try a lower rate")
 

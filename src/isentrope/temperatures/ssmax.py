@@ -37,8 +37,15 @@ class SSMax(nn.Module, Part):
         choice(self, "count", COUNTS)
         if clamp is not False:
             raise ValueError(f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {clamp!r}")
-        self.slope = nn.Parameter(torch.full((self.heads,), 1 / (log(self.init_length) - 1)))
-        self.offset = nn.Parameter(torch.zeros(self.heads)) if bias else None
+        self.slope = nn.Parameter(torch.empty(self.heads))
+        self.offset = nn.Parameter(torch.empty(self.heads)) if bias else None
+        self.reset()
+
+    def reset(self) -> None:
+        """The values that training begins from."""
+        nn.init.constant_(self.slope, 1 / (log(self.init_length) - 1))
+        if self.offset is not None:
+            nn.init.zeros_(self.offset)
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
         """τ (…, heads, queries) for n (…, 1, queries), or (heads, queries) for n (queries)."""

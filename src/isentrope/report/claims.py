@@ -1,0 +1,126 @@
+"""The statements a plan sets out to test, judged by what was measured."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+from isentrope.report.numbers import precise, with_interval
+from isentrope.report.study import LOWER_IS_BETTER, METRICS, Grid, Row, Value
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not measured"
+Verdict = dict[str, Any]
+
+
+def judge(grid: Grid) -> list[Verdict]:
+    """A verdict for each claim of the grid's plan, with the numbers it rests on."""
+    kinds = {"better": _better, "best_grows": _best_grows}
+    verdicts = []
+    for claim in grid.plan.told.get("claims") or []:
+        kind, path = claim.get("kind"), grid.plan.folder / "plan.json"
+        if kind not in kinds:
+            raise ValueError(f"{path}: claims: expected kind {' or '.join(kinds)}, got {kind!r}")
+        if claim.get("metric") not in METRICS:
+            raise ValueError(f"{path}: claims: expected metric {' or '.join(METRICS)}, got {claim.get('metric')!r}")
+        try:
+            told = kinds[kind](grid, claim)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{path}: claims: {claim.get('text')!r} of kind {kind}: {error!r}") from None
+        head = {"text": str(claim.get("text", "")), "source": str(claim.get("source", "")), "kind": kind}
+        verdicts.append(head | {"metric": claim["metric"], "protocol": grid.protocol} | told)
+    return verdicts
+
+
+def said(verdict: Verdict) -> str:
+    """`holds`, `does not hold`, `not measured`, and whether that lies within the intervals."""
+    return verdict["verdict"] + (", within the intervals" if verdict["within_intervals"] else "")
+
+
+def _better(grid: Grid, claim: dict[str, Any]) -> Verdict:
+    metric, length = claim["metric"], claim["length"]
+    than = claim["than"] if isinstance(claim["than"], list) else [claim["than"]]
+    this, others = _row(claim["this"]), [_row(other) for other in than]
+    values = {row: grid.value(row, length, metric) for row in (this, *others)}
+    numbers = [_told(grid, row, length, metric, value) for row, value in values.items()]
+    mine = values[this]
+    beaten = [None if (o := values[other]) is None or mine is None else _beats(mine, o, metric) for other in others]
+    verdict = FAILS if False in beaten else OPEN if None in beaten else HOLDS
+    # the comparisons that decide: those lost where one is lost, else all
+    deciding = [values[other] for other, won in zip(others, beaten, strict=True) if verdict == HOLDS or won is False]
+    within = verdict != OPEN and any(mine is not None and o is not None and mine.overlaps(o) for o in deciding)
+    against = ", ".join(f"{_words(grid, row, length, metric, values[row])}" for row in others)
+    words = (
+        f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, mine)} against {against}"
+        if mine is not None or any(values.values())
+        else f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, None)}, nor what it is compared with"
+    )
+    return {"verdict": verdict, "within_intervals": within, "words": words, "numbers": numbers}
+
+
+def _best_grows(grid: Grid, claim: dict[str, Any]) -> Verdict:
+    """The best method's place in the order never falls from length to length, and is higher at the last than first."""
+    metric, lengths = claim["metric"], list(claim["lengths"])
+    rows = [Row(str(method), str(claim["variant"])) for method in claim["methods"]]
+    if len(lengths) < 2 or len(rows) < 2:
+        raise ValueError(f"{claim.get('text')!r}: expected two methods and two lengths or more")
+    values = {(row, length): grid.value(row, length, metric) for length in lengths for row in rows}
+    numbers = [_told(grid, row, length, metric, value) for (row, length), value in values.items()]
+    lacking = [f"{row.method} at {length}" for (row, length), value in values.items() if value is None]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        words = f"{METRICS[metric]} is not measured for {', '.join(lacking[:3])}{more}"
+        return {"verdict": OPEN, "within_intervals": False, "words": words, "numbers": numbers}
+    best = [min(rows, key=lambda row: _cost(values[row, length], metric)) for length in lengths]
+    places = [rows.index(row) for row in best]
+    grows = all(a <= b for a, b in pairwise(places)) and places[-1] > places[0]
+    # at either end the method that is best there may lie within the interval of the one best at the other end
+    first, last = best[0], best[-1]
+    within = first != last and any(
+        (a := values[first, length]) is not None and (b := values[last, length]) is not None and a.overlaps(b)
+        for length in (lengths[0], lengths[-1])
+    )
+    shown = ", ".join(
+        f"{row.method} at {length} ({_precise(values[row, length], metric)})"
+        for row, length in zip(best, lengths, strict=True)
+    )
+    words = f"best {METRICS[metric]}: {shown}"
+    return {"verdict": HOLDS if grows else FAILS, "within_intervals": within, "words": words, "numbers": numbers}
+
+
+def _row(told: dict[str, Any]) -> Row:
+    return Row(str(told["method"]), str(told["variant"]))
+
+
+def _cost(value: Value | None, metric: str) -> float:
+    assert value is not None  # the caller has looked
+    return value.mean if metric in LOWER_IS_BETTER else -value.mean
+
+
+def _beats(this: Value, other: Value, metric: str) -> bool:
+    return _cost(this, metric) < _cost(other, metric)
+
+
+def _precise(value: Value | None, metric: str) -> str:
+    return "" if value is None else precise(value.mean, metric)
+
+
+def _words(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> str:
+    if value is not None:
+        return f"{row.label} {with_interval(value, metric)}"
+    reasons = list(grid.failed(row, length).values())
+    return f"{row.label} failed ({reasons[0]})" if reasons else f"{row.label} is not measured"
+
+
+def _told(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    if value is not None:
+        numbers = {key: _finite(getattr(value, key)) for key in ("mean", "low", "high", "least", "most")}
+        numbers["seeds"] = value.seeds
+    failed = list(grid.failed(row, length).values())
+    told = {"method": row.method, "variant": row.variant, "length": length, "metric": metric}
+    return told | numbers | ({"failed": failed} if failed else {})
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None  # JSON has no infinity
