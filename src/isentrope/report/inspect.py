@@ -308,8 +308,9 @@ def _image(axes: Axes, look: Look, kind: str, array: Any, colours: str, scale: N
     axes.set_facecolor(UNSEEN)
     axes.set_box_aspect((at["last"] - at["first"]) / (at["high"] - at["low"]))
     axes.set(xlabel="key", ylabel="query")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(5 if _roomy(axes) else 2, integer=True))
+    for axis, start, end in ((axes.xaxis, at["low"], at["high"]), (axes.yaxis, at["first"], at["last"])):
+        few = FixedLocator([start, (start + end) // 2])  # without the last, which would run into the next panel's first
+        axis.set_major_locator(MaxNLocator(5, integer=True) if _roomy(axes) else few)
 
 
 def _roomy(axes: Axes) -> bool:

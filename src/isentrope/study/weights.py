@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from isentrope.attention import _calls, _geometry, attention
 from isentrope.backends.call import Call
+from isentrope.backends.sdpa import MOST_HEAD_DIM
 from isentrope.hf.observe import Seen
 from isentrope.layout import Layout
 from isentrope.precision import as_given, wide
@@ -56,7 +57,10 @@ class Window:
 def entropy(seen: Seen) -> Tensor:
     """Mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     seen = _widened(seen)
-    _, aux = attention(seen.q, seen.k, seen.k, seen.recipe, **seen.options, return_entropy=True)
+    # fused kernels know every recipe in fp32; "auto" would compile one for it on a GPU
+    fused = seen.q.is_cuda and seen.q.dtype == torch.float32 and seen.q.shape[-1] <= MOST_HEAD_DIM
+    options = seen.options | {"backend": "sdpa" if fused else "auto", "return_entropy": True}
+    _, aux = attention(seen.q, seen.k, seen.k, seen.recipe, **options)
     return aux.entropy.double().mean((0, 2))
 
 
