@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,3 +357,9 @@ def test_several_models_side_by_side(tmp_path):
     assert all(path.stat().st_size > 5000 for path in made)
     with pytest.raises(ValueError, match=r"plain: expected a model with CosScale \(cosine scores\), got rope"):
         figures.peak_angles([*folders, plain], tmp_path / "f6")
+
+
+def test_the_guide_runs():
+    guide = (Path(__file__).parents[1] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(compile(block, "docs/inspect.md", "exec"), {})

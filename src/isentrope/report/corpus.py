@@ -18,8 +18,8 @@ LARGE: dict[Any, Any] = {"font.size": 14, "axes.titlesize": 15}  # legible at ha
 DRAWN: dict[str, Any] = {"s": 120, "alpha": 1, "edgecolors": INK, "linewidths": 1.3, "zorder": 3}
 
 
-def partition(manifest: Path) -> list[Path]:
-    """The three panels of the paper's appendix A.1, drawn beside the manifest as `partition.png` and `.svg`."""
+def partition(manifest: Path, out: Path | None = None) -> list[Path]:
+    """The three panels of the paper's appendix A.1, as `partition.png` and `.svg` beside the manifest, or as `out`."""
     data = json.loads(manifest.read_text(encoding="utf-8"))
     held = [row for row in data["documents"] if "pca" in row]
     with matplotlib.rc_context(RC | LARGE):
@@ -45,7 +45,8 @@ def partition(manifest: Path) -> list[Path]:
                 columnspacing=1,
             )
         features.set_ylabel("second component")
-        return [save(figure, manifest.with_name(f"partition{suffix}")) for suffix in (".png", ".svg")]
+        out = out or manifest.with_name("partition")
+        return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
 
 
 def _points(axes: Axes, rows: list[dict[str, Any]], label: str | None, **style: Any) -> None:

@@ -213,7 +213,7 @@ def _focus(look: Look) -> Figure:
     axes.set_facecolor(UNSEEN)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks(range(len(table)), [str(layer) for layer in data["layers"]])
-    axes.set(xlabel=label, ylabel="layer", title="H / H of uniform attention")
+    axes.set(xlabel=label, ylabel="layer", title="Entropy, uniform attention = 1")
     if table.size <= 240:
         for (row, column), share in np.ndenumerate(table):
             colour = "white" if share < 0.6 else "black"

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -64,15 +64,15 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
     """Do what is missing of a plan and write `out/PLAN/results.jsonl`; returns how many cells are there and failed."""
     state = PartialState()
     prepared = _corpus(plan, out, data)
-    checkpoints = _checkpoints(plan, prepared, out, say)
-    cells = list(_cells(plan, prepared, checkpoints))
+    trained = checkpoints(plan, prepared, out, say)
+    cells = list(_cells(plan, prepared, trained))
     mine = [cell for cell in cells if not _path(out, cell).exists()][state.process_index :: state.num_processes]
     study = _Evaluation(plan, prepared, out, state.device)
     for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}"):
         study.measure(cell)
     state.wait_for_everyone()
     if state.is_main_process:
-        _assemble(plan, prepared, checkpoints, cells, out)
+        _assemble(plan, prepared, trained, cells, out)
     state.wait_for_everyone()
     return status(plan, out)
 
@@ -102,7 +102,7 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
     return Prepared.open(folder)
 
 
-def _checkpoints(
+def checkpoints(
     plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, int], Trained]:
     """Every checkpoint of the plan for every seed, trained where it is not there yet."""
@@ -156,16 +156,16 @@ def _data(prepared: Prepared) -> str:
     return hashlib.sha256(json.dumps([rows, prepared.manifest["tokens"]]).encode()).hexdigest()[:16]
 
 
-def _cells(plan: Plan, prepared: Prepared, checkpoints: dict[tuple[str, int], Trained]) -> Iterator[Cell]:
+def _cells(plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained]) -> Iterator[Cell]:
     data = _data(prepared)
     protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
     for row in plan.rows:
         for length in plan.lengths:
             for seed in plan.seeds:
-                trained = checkpoints[row.checkpoint, seed]
-                told = [FORMAT, trained.identity, row.recipe, length, plan.train_length, plan.entropy, protocol, data]
+                model = trained[row.checkpoint, seed]
+                told = [FORMAT, model.identity, row.recipe, length, plan.train_length, plan.entropy, protocol, data]
                 key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-                yield Cell(row, length, Trained(**(asdict(trained) | {"seed": seed})), key)
+                yield Cell(row, length, replace(model, seed=seed), key)
 
 
 def _path(out: Path, cell: Cell) -> Path:
@@ -234,7 +234,7 @@ class _Evaluation:
 
 
 def _assemble(
-    plan: Plan, prepared: Prepared, checkpoints: dict[tuple[str, int], Trained], cells: list[Cell], out: Path
+    plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained], cells: list[Cell], out: Path
 ) -> None:
     """results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells that are there."""
     results, timings = [], []
@@ -258,20 +258,22 @@ def _assemble(
             "name": manifest["source"]["name"], "fingerprint": manifest["source"]["fingerprint"],
             "partition": _data(prepared), "documents": len(manifest["documents"]), "statistics": manifest["statistics"],
         },
-        "checkpoints": _told(checkpoints), "run": provenance(),
+        "checkpoints": _told(trained), "run": provenance(),
     })  # fmt: skip
 
 
-def _told(checkpoints: dict[tuple[str, int], Trained]) -> dict[str, Any]:
-    """What is known of how each checkpoint was trained."""
+def _told(trained: dict[tuple[str, int], Trained]) -> dict[str, Any]:
+    """What is known of how each checkpoint was trained; nothing of those that ship or were given."""
     found: dict[str, Any] = {}
-    for (name, seed), trained in checkpoints.items():
-        label = name if seed == trained.seed == 0 else f"{name}, seed {seed}"
-        path = (trained.folder if trained.why else trained.folder.parent) / "train.json"
-        row: dict[str, Any] = {"identity": trained.identity, "failed": trained.why}
+    for (name, seed), model in trained.items():
+        if seed != model.seed:
+            continue
+        label = name if seed == 0 else f"{name}, seed {seed}"
+        path = (model.folder if model.why else model.folder.parent) / "train.json"
+        row: dict[str, Any] = {"identity": model.identity, "failed": model.why}
         if path.exists():
             told = json.loads(path.read_text(encoding="utf-8"))
             row |= {key: told[key] for key in ("config", "best", "seconds")}
             row["log"] = read_log(path.with_name("log.jsonl"))
-        found[label] = row
+            found[label] = row
     return found

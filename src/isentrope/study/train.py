@@ -208,9 +208,7 @@ class Run:
     def _diverged(self, step: int, why: str) -> Diverged:
         names = [self.batches.documents.names[i] for i in self.batches.members(step)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        kept = (
-            f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
-        )
+        kept = f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
         return Diverged(f"step {step + 1}: {why}, in a batch of {shown}; {kept} in {self.out}; try a lower rate")
 
     def _keep_best(self, loss: float, done: int) -> None:

@@ -1,0 +1,6 @@
+"""The `isentrope` command: one subcommand, one function."""
+
+from isentrope.cli import corpora, looking, studies, training
+from isentrope.cli.base import app
+
+__all__ = ["app", "corpora", "looking", "studies", "training"]

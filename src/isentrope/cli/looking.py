@@ -1,0 +1,94 @@
+"""Laws, perplexity, and a look inside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.base import app, errors_in_one_line
+
+
+@app.command()
+def laws(
+    out: Annotated[Path, typer.Option(help="Folder for laws.json, laws.png and laws.svg.")] = Path("results/laws"),
+    train_length: Annotated[int, typer.Option(help="The length where τ = 1.")] = 64,
+    longest: Annotated[
+        int, typer.Option(help="The last of the lengths, which double from the training length.")
+    ] = 32768,
+    head_dim: Annotated[int, typer.Option(help="Size d of queries and keys.")] = 128,
+    alpha: Annotated[float, typer.Option(help="Scores are alpha cos θ.")] = 16.0,
+    queries: Annotated[int, typer.Option(help="Queries measured at each length.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
+) -> None:
+    """What each temperature law does to attention entropy as the number of keys grows."""
+    with errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.report import figures, tables
+        from isentrope.study.laws import Config, run
+
+        config = Config(train_length, head_dim, alpha, longest, queries, seed)
+        results = run(config, out)
+        Console().print(tables.laws(results))
+        for path in (results, *figures.laws(results)):
+            typer.echo(path)
+
+
+@app.command()
+def perplexity(
+    model: Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")],
+    texts: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl(.xz) with a 'text' a line.")],
+    recipe: Annotated[
+        list[str], typer.Option(help="Recipes to compare; 'plain' is the model as it is. Give it several times.")
+    ],
+    edges: Annotated[
+        str, typer.Option(help="Buckets of positions; the last is how many tokens of each document are read.")
+    ] = "0,4096,8192,12288,16384,24576,32768",
+    documents: Annotated[int, typer.Option(help="At most this many documents, the first that are long enough.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder for perplexity.json, .png and .svg.")] = Path("results/perplexity"),
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """Perplexity by position in long texts, under one recipe after another. What is already measured is kept."""
+    with errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.report import figures, tables
+        from isentrope.study import perplexity as study
+
+        config = study.Config.read(recipe, edges)
+        loaded = study.load(model, device, dtype, gguf_file)
+        found = study.read(texts, model, gguf_file, config.length, documents)
+        results = study.run(loaded, Path(model).name, found, config, out)
+        Console().print(tables.perplexity(results))
+        for path in (results, *figures.perplexity(results)):
+            typer.echo(path)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="GAU-α or a causal model: a folder, or a name on the hub.")],
+    text: Annotated[Path, typer.Argument(help="A text file, or .jsonl(.xz): its first text that is long enough.")],
+    recipe: Annotated[str | None, typer.Option(help="What attention follows, in place of the model's own.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens to read; angles and heatmaps at the last.")] = "64,128,256,512",
+    layer: Annotated[int, typer.Option(help="Whose angles and heatmaps; -1 is the last layer.")] = -1,
+    region: Annotated[str | None, typer.Option(help="Queries and keys of the heatmaps, as 0:512,0:512.")] = None,
+    inset: Annotated[str | None, typer.Option(help="A part to draw beside it, as 3516:3536,3516:3536.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for inspect.json, heatmaps and figures.")] = Path("results/inspect"),
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """How focused a model's attention is, at which angles, and where: numbers and figures.
+
+    isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
+    """
+    with errors_in_one_line():
+        from isentrope.report.inspect import draw
+        from isentrope.study import inspect as looking
+
+        config = looking.Config.read(lengths, region, inset, layer=layer)
+        results = looking.run(model, text, recipe, config, out, device, dtype)
+        typer.echo("\n".join(map(str, (results, *draw(out)))))

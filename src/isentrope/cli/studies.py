@@ -1,0 +1,185 @@
+"""Studies: plans carried out, models evaluated, results reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isentrope.cli.base import app, errors_in_one_line, quietly, study
+from isentrope.cli.corpora import show_partition
+from isentrope.cli.looking import laws
+
+
+@study.command("list")
+def study_list() -> None:
+    """The plans that ship: what they measure, and how many cells that is."""
+    from rich.console import Console
+
+    from isentrope.report import tables
+    from isentrope.study import plan as plans
+
+    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+
+
+@study.command("run")
+def study_run(
+    plan: Annotated[str, typer.Argument(help="A plan's name (isentrope study list), or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
+        "results"
+    ),
+    corpus: Annotated[Path | None, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="In place of the plan's, such as 128,1024.")] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="Masked positions a document, in place of the plan's; 0 for all.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Training seeds in place of the plan's, such as 0,1,2.")] = None,
+) -> None:
+    """Train and evaluate what is missing of a plan, then print its table. Interrupted, the same command goes on.
+
+    isentrope study run main --data data/laws --out results
+
+    accelerate launch -m isentrope.cli study run main --data data/laws --out results
+    """
+    with errors_in_one_line():
+        from isentrope.study import plan as plans
+
+        if plan == "laws":
+            laws(out / "laws")
+        elif plan == "dataset":
+            if corpus is None:
+                raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
+            from isentrope.data.prepared import Prepared
+
+            show_partition(Prepared.open(corpus).folder / "manifest.json")
+        else:
+            _carry_out(plans.changed(plans.load(plan), lengths, positions, seeds), out, corpus)
+
+
+@study.command("status")
+def study_status(
+    plan: Annotated[str, typer.Argument(help="A plan's name, or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
+) -> None:
+    """How many cells of a plan are done, failed and missing."""
+    with errors_in_one_line():
+        import json
+
+        from isentrope.study import plan as plans
+        from isentrope.study.run import status
+
+        found = status(plans.load(plan), out)
+        missing = found["cells"] - found["done"] - found["failed"]
+        words = f"{plan}: {found['done']} of {found['cells']} cells done, {found['failed']} failed, {missing} missing"
+        typer.echo(json.dumps(found) if as_json else words)
+
+
+@study.command("figures")
+def study_figures(
+    corpus: Annotated[Path, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")],
+    out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
+) -> None:
+    """The paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
+
+    isentrope study figures --data data/laws --out results
+    """
+    with errors_in_one_line():
+        from isentrope.data.prepared import Prepared
+        from isentrope.report import inspect
+        from isentrope.report.corpus import partition
+        from isentrope.report.losses import losses
+        from isentrope.study.looks import looks, trainings
+
+        quietly()
+        prepared = Prepared.open(corpus)
+        say = lambda words: typer.echo(words, err=True)  # noqa: E731
+        seen, runs = looks(prepared, out, say), trainings(prepared, out, say)
+        folder = out / "figures"
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = [
+            *inspect.cosscale_panels(seen["f1"], folder / "f1"),
+            *inspect.attention_at(seen["f2"], folder / "f2"),
+            *partition(prepared.folder / "manifest.json", folder / "f3"),
+            *losses(runs["f4"], folder / "f4"),
+            *losses(runs["f5"], folder / "f5"),
+            *inspect.peak_angles(seen["f1"], folder / "f6"),
+            *inspect.before_and_after_rope(seen["f7"], folder / "f7"),
+        ]
+        typer.echo("\n".join(map(str, drawn)))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A GAU-α model: a folder, such as RUN/best.")],
+    corpus: Annotated[Path, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")],
+    recipe: Annotated[list[str], typer.Option(help="Recipes to compare; give it several times.")],
+    lengths: Annotated[str, typer.Option(help="Lengths in tokens.")] = "128,256,512,1024,2048,4096",
+    positions: Annotated[int, typer.Option(help="Masked positions a document; 0 for all.")] = 256,
+    protocol: Annotated[str, typer.Option(help="single: one token masked at a time; random: 15 % at once.")] = "single",
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results/evaluate"),
+) -> None:
+    """Perplexity and accuracy of masked tokens at lengths past the training length.
+
+    isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
+    """
+    with errors_in_one_line():
+        from isentrope.study import plan as plans
+
+        _carry_out(plans.single(model, recipe, lengths, positions, protocol), out, corpus)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that 'isentrope study run' wrote, or one plan's in it.")],
+    cap: Annotated[bool, typer.Option("--cap", help="Print >500 and <0.1 as the paper does.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For a script: paths and verdicts.")] = False,
+) -> None:
+    """One page of a study, tables in Markdown, LaTeX and CSV, and whether the paper's claims hold.
+
+    isentrope report results
+    """
+    with errors_in_one_line():
+        import json
+
+        from rich.console import Console
+
+        from isentrope.report import grid, page
+
+        written = page.report(folder, cap)
+        if as_json:
+            typer.echo(json.dumps(written, ensure_ascii=False))
+            return
+        Console().print(grid.terminal(folder, cap))
+        for path in (*(file for plan in written["plans"] for file in plan["files"]), written["report"]):
+            typer.echo(path)
+
+
+def _carry_out(plan: Any, out: Path, corpus: Path | None) -> None:
+    """Run a plan, then write and show what came out; exit code 1 where a cell failed."""
+    from rich.console import Console
+
+    from isentrope.report.curves import curves
+    from isentrope.report.grid import terminal, write
+    from isentrope.report.page import page
+    from isentrope.study.run import run
+    from isentrope.study.train import Interrupted, is_main
+
+    quietly()
+    try:
+        told = run(plan, out, corpus, lambda words: typer.echo(words, err=True))
+    except Interrupted as stopped:
+        typer.echo(f"isentrope: {stopped}", err=True)
+        raise typer.Exit(128 + stopped.number) from None
+    if is_main():
+        folder = out / plan.name
+        curves(folder)
+        write(folder)
+        Console().print(terminal(folder))
+        typer.echo(page(folder))
+        if told["failed"]:
+            typer.echo(
+                f"isentrope: {told['failed']} of {told['cells']} cells failed: {folder / 'results.jsonl'}", err=True
+            )
+            raise typer.Exit(1)
