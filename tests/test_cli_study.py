@@ -1,0 +1,129 @@
+"""The study's commands, and the models that ship."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from isentrope.cli import app
+from isentrope.study import plan as plans
+from isentrope.study.run import SHIPPED
+from tests.test_run import PLAN
+from tests.test_train import make_corpus, one_cpu_thread
+
+TABLES = ("table.md", "table.tex", "table.csv", "claims.json", "report.html", "results.jsonl", "plan.json")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_cpu_thread():
+    with one_cpu_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("cli"))
+
+
+def tell(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def one_line(result, *words):
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.output
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+@pytest.fixture(scope="module")
+def study(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "mine.yaml").write_text(PLAN.replace(", 4000", "").replace("[0, 1]", "[0]"))
+    return folder, tell("study", "run", folder / "mine.yaml", "--data", corpus, "--out", folder)
+
+
+def test_a_study_from_the_command_line(study):
+    folder, result = study
+    assert result.exit_code == 0, result.output
+    assert "A small study" in result.stdout and "report.html" in result.stdout
+    for name in TABLES:
+        assert (folder / "mine" / name).stat().st_size, name
+    figures = {path.name for path in (folder / "mine" / "figures").iterdir()}
+    assert {"acc.png", "acc.svg", "ppl.svg", "entropy.png", "figures.json"} <= figures
+    assert "<html" in (folder / "mine" / "report.html").read_text()
+
+
+def test_status_says_how_far_it_is(study):
+    folder, _ = study
+    result = tell("study", "status", folder / "mine.yaml", "--out", folder)
+    assert "8 of 8 cells done, 0 failed, 0 missing" in result.stdout
+    result = tell("study", "status", folder / "mine.yaml", "--out", folder / "nowhere", "--json")
+    assert json.loads(result.stdout) == {"plan": "mine", "cells": 8, "done": 0, "failed": 0}
+
+
+def test_what_a_command_line_changes(study, corpus):
+    folder, _ = study
+    result = tell("study", "run", folder / "mine.yaml", "--data", corpus, "--out", folder, "--lengths", "16,5000")
+    assert result.exit_code == 1 and "4 of 8 cells failed" in result.stderr
+
+
+def test_evaluating_a_model(study, corpus, tmp_path):
+    folder, _ = study
+    model = next(folder.glob("checkpoints/dot-*")) / "best"
+    result = tell(
+        "evaluate", model, "--data", corpus, "--recipe", "rope", "--recipe", "rerope:window=16+infoscale",
+        "--lengths", "16,40", "--positions", 4, "--protocol", "random", "--out", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "evaluate" / "results.jsonl").read_text().splitlines()]
+    assert [(row["recipe"], row["length"]) for row in rows] == [
+        (recipe, n) for recipe in ("rope", "rerope:window=16+infoscale") for n in (16, 40)
+    ]
+
+
+def test_the_list_names_every_plan():
+    result = tell("study", "list")
+    for name in ("laws", "dataset", *plans.names()):
+        assert re.search(rf"^ {name} ", result.stdout, re.MULTILINE), name
+
+
+def test_the_data_set_as_a_plan(corpus):
+    result = tell("study", "run", "dataset", "--data", corpus)
+    assert result.exit_code == 0 and "number of samples" in result.stdout
+
+
+def test_mistakes_end_in_one_line(corpus, tmp_path):
+    one_line(tell("study", "run", "ablations", "--data", corpus), "did you mean 'ablation'")
+    one_line(tell("study", "run", "ablation", "--out", tmp_path), "--data")
+    one_line(tell("study", "run", "dataset"), "--data")
+    one_line(tell("study", "run", "ablation", "--data", tmp_path / "no"), "isentrope data prepare")
+    one_line(tell("study", "run", "ablation", "--data", corpus, "--lengths", "8,x"), "lengths")
+    one_line(tell("study", "status", "nothing"), "unknown 'nothing'")
+    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "model.safetensors")
+    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
+
+
+@pytest.mark.parametrize("command", ["run", "figures"])
+def test_help_has_an_example(command):
+    assert f"isentrope study {command}" in tell("study", command, "--help").stdout
+
+
+@pytest.mark.parametrize("name", ["dot", "cosine"])
+def test_the_models_that_ship_know_their_text(name):
+    folder = Path(str(SHIPPED / name))
+    assert sum(path.stat().st_size for path in folder.parent.rglob("*.safetensors")) < 8 * 2**20
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = "        return self.func(*args)\n\n    def __init__(self, x):\n  "
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    hidden = torch.arange(5, 60, 6)
+    masked = ids.clone()
+    masked[0, hidden] = tokenizer.mask_token_id
+    with torch.no_grad():
+        hits = (model.eval()(masked).logits[0, hidden].argmax(-1) == ids[0, hidden]).float().mean()
+    assert hits > 0.5
