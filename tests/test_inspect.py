@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import isentrope as ise
-from isentrope.attention import _calls, _geometry
+from isentrope.attention import calls_of, geometry
 from isentrope.backends import reference
 from isentrope.cli import app
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
@@ -56,8 +56,8 @@ def dense(seen, position=True):
     """The weights by the oracle, in fp64: (batch, heads, queries, keys)."""
     recipe = seen.recipe if position else replace(seen.recipe, position=None)
     q, k, options = seen.q.double(), seen.k.double(), seen.options
-    where = _geometry(q, k, recipe.mask, options.get("mask"), options.get("causal", False), None, None, seen.layout)
-    return reference.probabilities(_calls(q, k, k, recipe.resolved(), *where, options.get("scale"), False))[0]
+    where = geometry(q, k, recipe.mask, options.get("mask"), options.get("causal", False), None, None, seen.layout)
+    return reference.probabilities(calls_of(q, k, k, recipe.resolved(), *where, options.get("scale"), False))[0]
 
 
 EXTENDED = ("rerope:window=16+infoscale:train_length=32", "yarn:factor=4", "sink:sinks=2,size=20")

@@ -96,8 +96,8 @@ def attention(
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
     with as_given(q):
-        layout, region = _geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
-        calls = _calls(q, k, v, recipe, layout, region, scale, rotated_keys)
+        layout, region = geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
+        calls = calls_of(q, k, v, recipe, layout, region, scale, rotated_keys)
         if dropout is not None and dropout != 0:
             backend, drop = _with_dropout(dropout, backend)
             calls = [replace(call, dropout=drop) for call in calls]
@@ -149,7 +149,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k: expected a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}")
 
 
-def _geometry(
+def geometry(
     q: Tensor,
     k: Tensor,
     recipe_mask: Mask | None,
@@ -202,7 +202,7 @@ def _region(masks: list[Mask], causal: bool) -> Region:
     return region
 
 
-def _calls(
+def calls_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isentrope as ise
-from isentrope.attention import _calls, _geometry
+from isentrope.attention import calls_of, geometry
 from tests.contract.matrix import WINDOW, Setting, build
 from tests.contract.test_matrix import NAMES, run
 
@@ -56,11 +56,11 @@ def eager(recipe, setting, causal, dtype, device):
     q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
     recipe = recipe.resolved()
     options = setting.arguments(device)
-    layout, region = _geometry(
+    layout, region = geometry(
         q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
     )
     scores = size = None
-    for call in _calls(q, k, v, recipe, layout, region, None, False):
+    for call in calls_of(q, k, v, recipe, layout, region, None, False):
         s = call.scale * (call.q @ call.k.repeat_interleave(call.groups, 1).mT)
         terms = s.detach().float().abs()
         if (bias := call.bias()) is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.attention import _calls, _geometry, attention
+from isentrope.attention import attention, calls_of, geometry
 from isentrope.backends.call import Call
 from isentrope.backends.sdpa import MOST_HEAD_DIM
 from isentrope.hf.observe import Seen
@@ -136,7 +136,7 @@ def _widened(seen: Seen) -> Seen:
 def _where(seen: Seen) -> tuple[Layout, Region]:
     options = seen.options
     mask, causal = options.get("mask"), options.get("causal", False)
-    return _geometry(seen.q, seen.k, seen.recipe.mask, mask, causal, None, None, seen.layout)
+    return geometry(seen.q, seen.k, seen.recipe.mask, mask, causal, None, None, seen.layout)
 
 
 def _branches(seen: Seen) -> list[Call]:
@@ -144,7 +144,7 @@ def _branches(seen: Seen) -> list[Call]:
     seen = _widened(seen)
     with as_given(seen.q):
         scale = seen.options.get("scale")
-        return _calls(seen.q, seen.k, seen.k, seen.recipe.resolved(), *_where(seen), scale, False)
+        return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolved(), *_where(seen), scale, False)
 
 
 def _chunks(seen: Seen, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
