@@ -21,7 +21,8 @@ demo: $(READY)  ## which method holds at which length: a small model on SymPy's 
 	$(BIN)/isentrope study run demo --out results
 
 test: $(READY)  ## every test that runs on this machine
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@# one thread a worker: two workers with two threads each wait for each other
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
