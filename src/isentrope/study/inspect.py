@@ -30,13 +30,13 @@ from isentrope.models.gau import GatedAttentionUnit
 from isentrope.scores import Cosine
 from isentrope.study import weights
 from isentrope.study.perplexity import Text
+from isentrope.study.place import check_model, place
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 from isentrope.study.weights import Window
 from isentrope.theory import peak_cosine
 
 SMOOTH = 5  # bins that a peak is looked for over
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,9 @@ def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> 
 
 def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str = "auto") -> Any:
     """GAU-α or a causal model from a folder or the hub, under its own recipe or this one."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected {', '.join(DTYPES)} or auto, got {dtype!r}")
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
-    config = _config(name)
+    device, narrow = place(device, dtype)
+    options: dict[str, Any] = {"dtype": narrow}
+    config = AutoConfig.from_pretrained(check_model(name))
     if isinstance(config, GAUAlphaConfig):  # its recipe is a part of it
         given = {} if recipe is None else {"recipe": recipe}
         model: Any = AutoModelForMaskedLM.from_pretrained(name, **options, **given)
@@ -157,12 +154,6 @@ def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str 
     return extend(restore(model) if extended else model, recipe)
 
 
-def _config(name: str) -> Any:
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
-    return AutoConfig.from_pretrained(name)
-
-
 def read(path: Path, name: str, length: int) -> Text:
     """The first document of a file that has this many tokens of the model's tokenizer."""
     tokenizer: Any = None
@@ -172,7 +163,7 @@ def read(path: Path, name: str, length: int) -> Text:
         if tokens is None:
             if tokenizer is None:
                 # GAU-α is trained on pieces from the middle of texts, without marks around them
-                bare = isinstance(_config(name), GAUAlphaConfig)
+                bare = isinstance(AutoConfig.from_pretrained(check_model(name)), GAUAlphaConfig)
                 options = {"add_special_tokens": False, "split_special_tokens": True} if bare else {}
                 tokenizer = AutoTokenizer.from_pretrained(name)
             tokens = tuple(tokenizer(document.text, verbose=False, **options)["input_ids"])

@@ -23,6 +23,7 @@ from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extended
 from isentrope.recipe import Recipe
+from isentrope.study.place import check_model, place
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
@@ -73,14 +74,9 @@ class Text:
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
     """A causal model from a folder or the hub."""
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: expected bfloat16, float16, float32 or auto, got {dtype!r}")
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
+    device, narrow = place(device, dtype)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(check_model(name), dtype=narrow, **options)
     return model.to(device)
 
 

@@ -25,6 +25,7 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
 from isentrope.positions import CLEX
 from isentrope.study.checkpoint import Log, load_state, save_state, save_tensors, write_json
+from isentrope.study.place import check_model
 from isentrope.study.provenance import provenance
 from isentrope.study.regimen import Config
 from isentrope.study.step import Batch, Stepper, ahead
@@ -255,9 +256,7 @@ def build(config: Config, tokenizer: Any) -> GAUAlphaForMaskedLM:
     if config.model is None:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
-    if config.model.startswith((".", "/", "~")) and not Path(config.model).expanduser().is_dir():
-        raise ValueError(f"{config.model}: expected a folder with a model, or a name on the hub")
-    found: Any = GAUAlphaConfig.from_pretrained(config.model)
+    found: Any = GAUAlphaConfig.from_pretrained(check_model(config.model))
     if found.num_hidden_layers < config.layers:
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
     options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()

@@ -1,0 +1,25 @@
+"""Where a model comes from, and where it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def place(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """The device and dtype meant: a GPU where there is one, and bfloat16 there."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected {', '.join(DTYPES)} or auto, got {dtype!r}")
+    return device, getattr(torch, dtype)
+
+
+def check_model(name: str) -> str:
+    """A folder that is there, or what may be a name on the hub."""
+    if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
+    return name
