@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,23 @@ def test_a_checkpoint_that_diverges_is_the_reason_of_its_cells(done, corpus, tmp
     plan = plans.parse("small", PLAN)
     assert run(plan, tmp_path, corpus, lambda words: None)["failed"] == 24
     assert {row["failed"] for row in rows(tmp_path)} == {"checkpoint base: step 3: the loss is nan"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_processes_share_the_cells_whoever_comes_first(done, plan, corpus, tmp_path, monkeypatch, order):
+    """Each process as if alone: what one has written by then must not change what the other takes on."""
+    out = copied(done, tmp_path)
+    seen = counting(monkeypatch)
+    monkeypatch.setattr(study, "_assemble", lambda *arguments: None)
+    for index in order:
+        fake = SimpleNamespace(
+            process_index=index, num_processes=2, is_main_process=index == 0, device=torch.device("cpu"),
+            wait_for_everyone=lambda: None,
+        )  # fmt: skip
+        monkeypatch.setattr(study, "PartialState", lambda fake=fake: fake)
+        run(plan, out, corpus, lambda words: None)
+        assert len(list((out / "cells").iterdir())) == (12 if index == order[0] else 24)
+    assert len(seen) == 24
 
 
 def test_without_a_corpus(plan, tmp_path):

@@ -66,7 +66,8 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
     prepared = _corpus(plan, out, data)
     trained = checkpoints(plan, prepared, out, say)
     cells = list(_cells(plan, prepared, trained))
-    mine = [cell for cell in cells if not _path(out, cell).exists()][state.process_index :: state.num_processes]
+    # shared out before looking what is there: processes may look at different moments
+    mine = [cell for cell in cells[state.process_index :: state.num_processes] if not _path(out, cell).exists()]
     study = _Evaluation(plan, prepared, out, state.device)
     for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}"):
         study.measure(cell)
