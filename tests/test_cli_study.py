@@ -81,7 +81,7 @@ def test_evaluating_a_model(study, corpus, tmp_path):
         "--lengths", "16,40", "--positions", 4, "--protocol", "random", "--out", tmp_path,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in (tmp_path / "evaluate" / "results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in next(tmp_path.glob("evaluate-*/results.jsonl")).read_text().splitlines()]
     assert [(row["recipe"], row["length"]) for row in rows] == [
         (recipe, n) for recipe in ("rope", "rerope:window=16+infoscale") for n in (16, 40)
     ]
@@ -105,8 +105,11 @@ def test_mistakes_end_in_one_line(corpus, tmp_path):
     one_line(tell("study", "run", "ablation", "--data", tmp_path / "no"), "isentrope data prepare")
     one_line(tell("study", "run", "ablation", "--data", corpus, "--lengths", "8,x"), "lengths")
     one_line(tell("study", "status", "nothing"), "unknown 'nothing'")
-    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "model.safetensors")
-    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
+    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "config.json")
+    one_line(tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
+    one_line(
+        tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "rope"), "expected the tokens of the corpus"
+    )
 
 
 @pytest.mark.parametrize("command", ["run", "figures"])

@@ -21,6 +21,9 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise  # the reader has gone: nobody to tell
+    except KeyboardInterrupt:
+        typer.echo("isentrope: interrupted; the same command goes on with what is missing", err=True)
+        raise typer.Exit(130) from None
     except (ValueError, OSError) as error:
         typer.echo(f"isentrope: {str(error).strip().partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None

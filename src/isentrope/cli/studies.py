@@ -14,7 +14,10 @@ from isentrope.cli.looking import laws
 
 @study.command("list")
 def study_list() -> None:
-    """The plans that ship: what they measure, and how many cells that is."""
+    """The plans that ship: what they measure, and how many cells that is.
+
+    isentrope study list
+    """
     from rich.console import Console
 
     from isentrope.report import tables
@@ -63,7 +66,10 @@ def study_status(
     out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("results"),
     as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
 ) -> None:
-    """How many cells of a plan are done, failed and missing."""
+    """How many cells of a plan are done, failed and missing.
+
+    isentrope study status main --out results
+    """
     with errors_in_one_line():
         import json
 
@@ -118,7 +124,7 @@ def evaluate(
     lengths: Annotated[str, typer.Option(help="Lengths in tokens.")] = "128,256,512,1024,2048,4096",
     positions: Annotated[int, typer.Option(help="Masked positions a document; 0 for all.")] = 256,
     protocol: Annotated[str, typer.Option(help="single: one token masked at a time; random: 15 % at once.")] = "single",
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results/evaluate"),
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results"),
 ) -> None:
     """Perplexity and accuracy of masked tokens at lengths past the training length.
 

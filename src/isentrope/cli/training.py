@@ -81,7 +81,10 @@ def losses(
     runs: Annotated[list[Path], typer.Argument(help="Folders that 'isentrope train' wrote.")],
     out: Annotated[Path, typer.Option(help="The figure, without suffix.")] = Path("results/losses"),
 ) -> None:
-    """Training losses of several runs in one figure."""
+    """Training losses of several runs in one figure.
+
+    isentrope losses runs/base runs/cosine --out results/losses
+    """
     with errors_in_one_line():
         from isentrope.report.losses import losses as draw
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from isentrope.data.prepared import Prepared
 from isentrope.study import inspect
+from isentrope.study.checkpoint import write_json
 from isentrope.study.inspect import Config
 from isentrope.study.perplexity import Text
 from isentrope.study.plan import load
@@ -41,9 +42,8 @@ def looks(prepared: Prepared, out: Path, say: Callable[[str], None] = print) -> 
         found[figure].append(folder)
         if model.why:
             raise ValueError(model.why)
-        if not _looked(folder, text):
+        if not _looked(folder, text, recipe, config):
             say(f"looking at {name}, {config.lengths[-1]} tokens")
-            folder.mkdir(parents=True, exist_ok=True)
             inspect.measure(inspect.load(str(model.folder), recipe), str(model.folder), text, config, folder)
     return found
 
@@ -54,9 +54,17 @@ def trainings(prepared: Prepared, out: Path, say: Callable[[str], None] = print)
     trained = checkpoints(plan, prepared, out, say)
     folders = {name: model.folder.parent for (name, _), model in trained.items() if model.why is None}
     methods = [name for name in folders if name not in ("base", "dot", "cosine16", "cosine128")]
-    return {"f4": [folders[name] for name in ("cosine128", "dot")], "f5": [folders[name] for name in methods]}
+    both = [folders[name] for name in ("cosine128", "dot") if name in folders]
+    return {"f4": both, "f5": [folders[name] for name in methods]}
 
 
-def _looked(folder: Path, text: Text) -> bool:
-    path = folder / "inspect.json"
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["text"]["sha256"] == text.sha256
+def _looked(folder: Path, text: Text, recipe: str, config: Config) -> bool:
+    """Whether the same was looked at before; the recipe's text is kept beside what was found."""
+    path, asked = folder / "inspect.json", folder / "asked.json"
+    wanted = json.loads(json.dumps([text.sha256, recipe, asdict(config)]))
+    if path.exists() and asked.exists() and json.loads(asked.read_text(encoding="utf-8")) == wanted:
+        return True
+    path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(asked, wanted)
+    return False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -23,3 +25,14 @@ def check_model(name: str) -> str:
     if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
     return name
+
+
+def check_tokens(folder: Path, tokenizer: Any) -> None:
+    """Make sure that a model's tokens are those of a corpus: with others it would answer, and mean nothing."""
+    if (folder / "tokenizer.json").is_file():
+        own = AutoTokenizer.from_pretrained(folder)
+        if own.get_vocab() != tokenizer.get_vocab():
+            sizes = f"{len(own)} tokens and {len(tokenizer)}" if len(own) != len(tokenizer) else "as many others"
+            raise ValueError(
+                f"{folder}: expected the tokens of the corpus, got {sizes}; prepare it with --tokenizer {folder}"
+            )

@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
-from isentrope.models.config import gau_recipe
+from isentrope.models.config import GAUAlphaConfig, gau_recipe
 from isentrope.study.evaluate import Protocol
+from isentrope.study.place import check_model
+from isentrope.study.regimen import configured
 
 PLANS = files("isentrope.study") / "plans"
 LIBRARY = "checkpoints"  # the plan file that holds the trainings all plans may name
@@ -21,10 +23,10 @@ VARIANTS = {"plain": (False, False), "C.S.": (True, False), "I.S.": (False, True
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model to evaluate: one that ships (`shipped`), a folder or hub name (`path`), or one to train.
+    """A model to evaluate: one that ships (`shipped`), a folder (`path`), or one to train.
 
-    train: options of `regimen.configured`, where "model" may name another checkpoint to start from. seeded: trained
-    anew for each of the plan's seeds.
+    train: options of `regimen.configured`, where "model" may name another checkpoint to start from, a folder or a name
+    on the hub. seeded: trained anew for each of the plan's seeds.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """A study. train_length: what τ = 1 means, and where entropies are compared from. data: a corpus to prepare."""
+    """A study. train_length: what recipes take for it where they leave it open. data: a corpus to prepare."""
 
     name: str
     title: str
@@ -69,6 +71,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 2 or len(set(self.lengths)) != len(self.lengths):
             raise ValueError(f"plan {self.name}: lengths: expected different numbers from 2 on, got {self.lengths}")
+        if not self.rows:
+            raise ValueError(f"plan {self.name}: expected rows or methods, got none")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"plan {self.name}: seeds: expected one or more, each once, got {self.seeds}")
         seen = set[tuple[str, str]]()
@@ -82,6 +86,51 @@ class Plan:
                 gau_recipe(row.recipe, self.train_length, 128)
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
+
+        for checkpoint in self.needed():
+            self._check_training(checkpoint)
+        for claim in self.claims:
+            self._check_claim(claim, seen)
+
+    def _check_training(self, checkpoint: Checkpoint) -> None:
+        where, options = f"plan {self.name}: checkpoint {checkpoint.name!r}", dict(checkpoint.train or {})
+        start = str(options.get("model", ""))
+        if start and start not in self.checkpoints and "/" not in start:
+            raise ValueError(f"{where}: unknown start {start!r}{_hint(start, self.checkpoints)}")
+        try:
+            if checkpoint.train:
+                configured(options.pop("preset", "train"), **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def _check_claim(self, claim: dict[str, Any], rows: set[tuple[str, str]]) -> None:
+        where = f"plan {self.name}: claim {claim.get('text')!r}"
+        needs = {
+            "better": ("metric", "length", "this", "than"),
+            "best_grows": ("metric", "methods", "variant", "lengths"),
+        }
+        if claim.get("kind") not in needs:
+            raise ValueError(f"{where}: kind: expected one of {', '.join(needs)}, got {claim.get('kind')!r}")
+        missing = [key for key in ("text", *needs[claim["kind"]]) if key not in claim]
+        if missing or claim["metric"] not in ("ppl", "acc"):
+            raise ValueError(f"{where}: expected {', '.join(missing) or 'metric ppl or acc'}")
+        if claim["kind"] == "best_grows":
+            named = [{"method": method, "variant": claim["variant"]} for method in claim["methods"]]
+        else:
+            named = [claim["this"], *(claim["than"] if isinstance(claim["than"], list) else [claim["than"]])]
+        for row in named:
+            if not isinstance(row, dict) or (row.get("method"), row.get("variant")) not in rows:
+                raise ValueError(f"{where}: expected a row of the plan, got {row}")
+
+    @property
+    def size(self) -> int:
+        """Cells."""
+        return len(self.lengths) * sum(len(self.seeds_of(row.checkpoint)) for row in self.rows)
+
+    def seeds_of(self, checkpoint: str) -> tuple[int, ...]:
+        """The seeds a checkpoint is trained with: one where nothing is trained."""
+        found = self.checkpoints[checkpoint]
+        return self.seeds if found.train and found.seeded else self.seeds[:1]
 
     def needed(self) -> list[Checkpoint]:
         """The checkpoints that rows ask for, after those they start from."""
@@ -135,13 +184,19 @@ def parse(name: str, text: str) -> Plan:
     rows += _expanded(name, data.pop("methods", None) or [], data.pop("variants", None) or list(VARIANTS))
     protocol = data.pop("protocol", None) or {}
     _refuse_unknown(f"plan {name}: protocol", protocol, {f.name for f in fields(Protocol)})
-    for key in ("lengths", "seeds", "claims", "notes"):
+    for key, kind in (("lengths", int), ("seeds", int), ("claims", dict), ("notes", str)):
+        given = data.get(key, [])
+        if not isinstance(given, list) or not all(isinstance(item, kind) for item in given):
+            raise ValueError(f"plan {name}: {key}: expected a list of {kind.__name__}, got {given!r}")
         if key in data:
-            data[key] = tuple(data[key])
+            data[key] = tuple(given)
     missing = [key for key in ("title", "lengths") if key not in data]
     if missing:
         raise ValueError(f"plan {name}: missing {', '.join(missing)}")
-    return Plan(name=name, rows=tuple(rows), checkpoints=library | own, protocol=Protocol(**protocol), **data)
+    try:
+        return Plan(name=name, rows=tuple(rows), checkpoints=library | own, protocol=Protocol(**protocol), **data)
+    except TypeError as error:
+        raise ValueError(f"plan {name}: {error}") from None
 
 
 def _library() -> dict[str, Checkpoint]:
@@ -156,6 +211,9 @@ def _checkpoint(name: str, data: Any) -> Checkpoint:
 
 def _row(plan: str, data: Any) -> Row:
     _refuse_unknown(f"plan {plan}: row", data, {f.name for f in fields(Row)})
+    missing = [key for key in ("method", "checkpoint", "recipe") if key not in data]
+    if missing:
+        raise ValueError(f"plan {plan}: row {data}: missing {', '.join(missing)}")
     return Row(**{"variant": "plain"} | {key: str(value) for key, value in data.items()})
 
 
@@ -165,7 +223,10 @@ def _expanded(plan: str, methods: Iterable[Any], variants: Iterable[str]) -> lis
     for data in methods:
         where = f"plan {plan}: method"
         _refuse_unknown(where, data, {"method", "recipe", "checkpoint", "cosine", "alpha", "infoscale", "variants"})
-        given = data.get("variants") or variants
+        given = list(data.get("variants") or variants)
+        wanted = {"method", "recipe"} | {"cosine" if VARIANTS.get(v, (False,))[0] else "checkpoint" for v in given}
+        if missing := sorted(wanted - data.keys()):
+            raise ValueError(f"{where} {data.get('method', '')}: missing {', '.join(missing)}")
         for variant in given:
             if variant not in VARIANTS:
                 raise ValueError(f"{where}: unknown variant {variant!r}{_hint(str(variant), VARIANTS)}")
@@ -193,11 +254,16 @@ def changed(plan: Plan, lengths: str | None, positions: int | None, seeds: str |
 def single(model: str, recipes: Iterable[str], lengths: str, positions: int, protocol: str) -> Plan:
     """One model under several recipes."""
     rows = tuple(Row(recipe, "plain", "model", recipe) for recipe in recipes)
+    trained = GAUAlphaConfig.from_pretrained(check_model(model)).max_position_embeddings
     return Plan(
-        name="evaluate", title=f"{Path(model).name} under {len(rows)} recipes", lengths=numbers("lengths", lengths),
-        rows=rows, checkpoints={"model": Checkpoint("model", path=model)},
+        name="-".join(("evaluate", *Path(model).parts[-2:])).replace("/", ""),
+        title=f"{Path(model).name} under {len(rows)} recipes",
+        lengths=numbers("lengths", lengths),
+        rows=rows,
+        checkpoints={"model": Checkpoint("model", path=model)},
         protocol=Protocol(protocol, positions=positions or None),
-    )  # fmt: skip
+        train_length=trained,
+    )
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
@@ -219,8 +285,8 @@ def described(name: str) -> dict[str, Any]:
     if name in OTHERS:
         return {"name": name, "cells": 0, "trainings": 0} | OTHERS[name]
     plan = load(name)
-    cells, trainings = len(plan.rows) * len(plan.lengths) * len(plan.seeds), [c for c in plan.needed() if c.train]
-    return {"name": name, "label": plan.label, "title": plan.title, "cells": cells, "trainings": len(trainings)}
+    trainings = [checkpoint for checkpoint in plan.needed() if checkpoint.train]
+    return {"name": name, "label": plan.label, "title": plan.title, "cells": plan.size, "trainings": len(trainings)}
 
 
 def _refuse_unknown(where: str, data: Any, known: set[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +24,12 @@ from transformers import AutoTokenizer
 from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
 from isentrope.files import complete
-from isentrope.models import GAUAlphaForMaskedLM
+from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
+from isentrope.models.config import gau_recipe
 from isentrope.study.checkpoint import read_log, write_json
 from isentrope.study.evaluate import evaluate, summary
 from isentrope.study.inspect import layer_entropies
+from isentrope.study.place import check_tokens, place
 from isentrope.study.plan import Checkpoint, Plan, Row
 from isentrope.study.prepare import Options, prepare
 from isentrope.study.progress import progress
@@ -65,10 +68,14 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
     state = PartialState()
     prepared = _corpus(plan, out, data)
     trained = checkpoints(plan, prepared, out, say)
-    cells = list(_cells(plan, prepared, trained))
+    dtype = place(state.device.type)[1]
+    cells = list(_cells(plan, prepared, trained, dtype))
+    if state.is_main_process:
+        (out / plan.name).mkdir(parents=True, exist_ok=True)
+        write_json(out / plan.name / "cells.json", [cell.key for cell in cells])
     # shared out before looking what is there: processes may look at different moments
-    mine = [cell for cell in cells[state.process_index :: state.num_processes] if not _path(out, cell).exists()]
-    study = _Evaluation(plan, prepared, out, state.device)
+    mine = [cell for cell in cells[state.process_index :: state.num_processes] if not _done(out, cell.key)]
+    study = _Evaluation(plan, prepared, out, state.device, dtype)
     for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}"):
         study.measure(cell)
     state.wait_for_everyone()
@@ -79,12 +86,14 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
 
 
 def status(plan: Plan, out: Path) -> dict[str, Any]:
-    """How far a plan has come in the folder `out`."""
-    path = out / plan.name / "results.jsonl"
-    rows = read_log(path)
-    total = len(plan.rows) * len(plan.lengths) * len(plan.seeds)
-    failed = [row for row in rows if row["failed"]]
-    return {"plan": plan.name, "cells": total, "done": len(rows) - len(failed), "failed": len(failed)}
+    """How far a plan has come in the folder `out`, with the lengths and seeds it was last run with."""
+    path = out / plan.name / "cells.json"
+    if not path.exists():
+        return {"plan": plan.name, "cells": plan.size, "done": 0, "failed": 0}
+    keys = json.loads(path.read_text(encoding="utf-8"))
+    there = [key for key in keys if _file(out, key).exists()]
+    done = sum(_done(out, key) for key in there)
+    return {"plan": plan.name, "cells": len(keys), "done": done, "failed": len(there) - done}
 
 
 def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
@@ -127,10 +136,13 @@ def _checkpoint(
 ) -> Trained:
     if checkpoint.train is None:
         folder = Path(str(SHIPPED / checkpoint.shipped)) if checkpoint.shipped else Path(str(checkpoint.path))
-        weights = folder / "model.safetensors"
-        if not weights.is_file():
-            raise ValueError(f"checkpoint {checkpoint.name}: expected {weights}, got no such file")
-        return Trained(checkpoint.name, seed, folder, hashlib.sha256(weights.read_bytes()).hexdigest()[:16])
+        content = hashlib.sha256()
+        for file in (folder / "config.json", folder / "model.safetensors"):
+            if not file.is_file():
+                raise ValueError(f"checkpoint {checkpoint.name}: expected {file}, got no such file")
+            content.update(file.read_bytes())
+        check_tokens(folder, AutoTokenizer.from_pretrained(prepared.tokenizer_path))
+        return Trained(checkpoint.name, seed, folder, content.hexdigest()[:16])
     options = dict(checkpoint.train)
     start = found.get((str(options.get("model")), seed))
     if start is not None:
@@ -157,27 +169,36 @@ def _data(prepared: Prepared) -> str:
     return hashlib.sha256(json.dumps([rows, prepared.manifest["tokens"]]).encode()).hexdigest()[:16]
 
 
-def _cells(plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained]) -> Iterator[Cell]:
+def _cells(
+    plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained], dtype: torch.dtype
+) -> Iterator[Cell]:
     data = _data(prepared)
     protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
     for row in plan.rows:
         for length in plan.lengths:
-            for seed in plan.seeds:
+            for seed in plan.seeds_of(row.checkpoint):
                 model = trained[row.checkpoint, seed]
-                told = [FORMAT, model.identity, row.recipe, length, plan.train_length, plan.entropy, protocol, data]
+                told = [FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, data, str(dtype)]
+                told += [LOOKED_AT if plan.entropy else 0]
                 key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
                 yield Cell(row, length, replace(model, seed=seed), key)
 
 
-def _path(out: Path, cell: Cell) -> Path:
-    return out / "cells" / f"{cell.key}.json"
+def _file(out: Path, key: str) -> Path:
+    return out / "cells" / f"{key}.json"
+
+
+def _done(out: Path, key: str) -> bool:
+    """Whether a cell has its numbers; what failed is tried again."""
+    path = _file(out, key)
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["result"]["failed"] is None
 
 
 class _Evaluation:
     """Cells one after another; neighbours share their model."""
 
-    def __init__(self, plan: Plan, prepared: Prepared, out: Path, device: torch.device) -> None:
-        self.plan, self.out, self.device = plan, out, device
+    def __init__(self, plan: Plan, prepared: Prepared, out: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
         self.documents = prepared.documents("test")
         self.hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
         self.mask_token: int = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
@@ -185,30 +206,31 @@ class _Evaluation:
         self.machine = {key: value for key, value in provenance().items() if key != "date"}
 
     def measure(self, cell: Cell) -> None:
-        begun = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         numbers: dict[str, Any] = dict.fromkeys(("ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high"))
         numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
-        failed = cell.trained.why
+        failed, seconds = cell.trained.why, 0.0
         if failed is None:
             try:
-                numbers |= self._numbers(cell)
-            except torch.OutOfMemoryError as error:
-                failed = f"out of memory: {str(error).splitlines()[0]}"
-            except FloatingPointError as error:
-                failed = str(error)
-        seconds = time.perf_counter() - begun
-        read = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"]) * cell.length
-        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
-        timing = {"seconds": seconds, "tokens_per_second": read / seconds, "peak_bytes": peak}
-        path = _path(self.out, cell)
+                measured, seconds = self._numbers(cell)
+                numbers |= measured
+            except (RuntimeError, FloatingPointError) as error:  # out of memory, mostly
+                kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
+                failed = kind + str(error).strip().partition("\n")[0]
+        rows = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"])
+        speed = rows * cell.length / seconds if seconds else None
+        timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak(self.device)}
+        path = _file(self.out, cell.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"result": numbers | {"failed": failed, "run": self.machine}, "timing": timing})
 
-    def _numbers(self, cell: Cell) -> dict[str, Any]:
+    def _numbers(self, cell: Cell) -> tuple[dict[str, Any], float]:
+        """What is measured, and the seconds that the predictions took."""
         model = self._model(cell)
+        begun = time.perf_counter()
         scores = evaluate(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
+        seconds = time.perf_counter() - begun
         skipped = len(self.hashes) - len(scores)
         if not scores:
             raise FloatingPointError(f"no test document has {cell.length} tokens")
@@ -222,14 +244,16 @@ class _Evaluation:
             now = layer_entropies(model, ids.to(self.device))
             then = layer_entropies(model, ids[:, : self.plan.train_length].to(self.device))
             found |= {"entropy": now.tolist(), "entropy_ratio": (now / then).tolist()}
-        return found
+        return found, seconds
 
     def _model(self, cell: Cell) -> Any:
         wanted = cell.trained.folder, cell.row.recipe
         if self.loaded[0] != wanted:
             self.loaded = (None, None)  # not two at a time
-            narrow = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-            model: Any = GAUAlphaForMaskedLM.from_pretrained(cell.trained.folder, recipe=cell.row.recipe, dtype=narrow)
+            sizes: Any = GAUAlphaConfig.from_pretrained(cell.trained.folder)
+            # what the text leaves open is the plan's training length, whatever the model's config says
+            recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
+            model: Any = GAUAlphaForMaskedLM.from_pretrained(cell.trained.folder, recipe=recipe, dtype=self.dtype)
             self.loaded = wanted, model.to(self.device).eval()
         return self.loaded[1]
 
@@ -240,7 +264,7 @@ def _assemble(
     """results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells that are there."""
     results, timings = [], []
     for cell in cells:
-        held = json.loads(_path(out, cell).read_text(encoding="utf-8"))
+        held = json.loads(_file(out, cell.key).read_text(encoding="utf-8"))
         told = {"key": cell.key} | asdict(cell.row) | {"seed": cell.trained.seed, "length": cell.length}
         results.append(told | {"protocol": plan.protocol.name} | held["result"])
         timings.append({"key": cell.key} | held["timing"])
@@ -261,6 +285,13 @@ def _assemble(
         },
         "checkpoints": _told(trained), "run": provenance(),
     })  # fmt: skip
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes at the worst moment: of this cell on a GPU, of the whole process so far elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _told(trained: dict[tuple[str, int], Trained]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
 from isentrope.positions import CLEX
 from isentrope.study.checkpoint import Log, load_state, save_state, save_tensors, write_json
-from isentrope.study.place import check_model
+from isentrope.study.place import check_model, check_tokens
 from isentrope.study.provenance import provenance
 from isentrope.study.regimen import Config
 from isentrope.study.step import Batch, Stepper, ahead
@@ -71,9 +71,6 @@ class Run:
         tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
         self.batches, self.held_out = _batches(prepared, config, tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
-        if config.batch % (self.shares * config.accumulate):
-            parts = f"{self.shares} processes × {config.accumulate} parts"
-            raise ValueError(f"batch: expected a multiple of {parts}, got {config.batch}")
         self.identity = _identity(prepared, config, self.steps)
         self.tokenizer = tokenizer
         every = max(1, self.steps // 20)
@@ -95,6 +92,9 @@ class Run:
 
     def go(self) -> dict[str, Any]:
         config, cuda = self.config, self.accelerator.device.type == "cuda"
+        if config.batch % (self.shares * config.accumulate):
+            parts = f"{self.shares} processes × {config.accumulate} parts"
+            raise ValueError(f"batch: expected a multiple of {parts}, got {config.batch}")
         torch.manual_seed(config.seed)
         model = build(config, self.tokenizer)
         self.stepper = Stepper(
@@ -154,6 +154,8 @@ class Run:
                 row = self._row(done)
                 if evaluates:
                     row["validation"] = self.validate()
+                    if not math.isfinite(row["validation"]):
+                        raise self._diverged(step, f"the validation loss is {row['validation']}")
                     self._keep_best(row["validation"], done)
                 if log is not None:
                     log.add(**row)
@@ -162,6 +164,8 @@ class Run:
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
             begun = time.perf_counter()
             if saves or stops:
+                if not all(bool(x.isfinite().all()) for x in self.stepper.parameters):
+                    raise self._diverged(step, "a weight is no number")
                 self.saved = done
             if self.main and (saves or stops):
                 save_state(self.out, self.stepper.plain, self.stepper.optimizer, self.progress)
@@ -260,6 +264,7 @@ def build(config: Config, tokenizer: Any) -> GAUAlphaForMaskedLM:
     if found.num_hidden_layers < config.layers:
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
     options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
+    check_tokens(Path(config.model), tokenizer)
     model: Any = GAUAlphaForMaskedLM.from_pretrained(config.model, num_hidden_layers=config.layers, **options)
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
@@ -287,7 +292,7 @@ def _identity(prepared: Prepared, config: Config, steps: int) -> str:
     if weights.is_file():  # what it starts from, not where that lies
         told["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()
     documents = [(row["sha256"], row["set"]) for row in prepared.manifest["documents"]]
-    content = json.dumps([told, steps, documents], sort_keys=True)
+    content = json.dumps([told, steps, documents, prepared.manifest["tokens"]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
