@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+LONGEST = (
+    "test_matrix", "test_streaming", "test_smollm2", "test_compile", "test_train_killed", "test_compiled",
+    "test_precision", "test_train", "test_inspect", "test_stories",
+)  # fmt: skip
+
 
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # workers share the cores already
@@ -17,6 +22,8 @@ def pytest_collection_modifyitems(config, items):
         unasked = "slow" in item.keywords and "slow" not in chosen
         if without_gpu or unasked:
             dropped.append(item)
+    # the longest files first, so that no worker is left with one at the end
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]

@@ -52,8 +52,8 @@ def test_backends_agree_with_reference(position, temperature, monkeypatch):
                 setting = SETTINGS[turn % len(SETTINGS)]
                 recipe = build(position, temperature, mask, score, setting)
                 reference = run(recipe, setting, causal, "reference")
-                # dense differs from the reference in its dtypes alone: a quarter will do
-                for backend in ("sdpa", "chunked", "dense")[: 3 if turn % 4 == 0 else 2]:
+                # dense differs from the reference in its dtypes alone: a twelfth will do
+                for backend in ("sdpa", "chunked", "dense")[: 3 if turn % 12 == 1 else 2]:
                     errors = map(difference, run(recipe, setting, causal, backend), reference)
                     worst = {name: e for name, e in zip(NAMES, errors, strict=True) if not e < TOLERANCE}
                     assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"

@@ -128,7 +128,7 @@ def cases(start=0, step=1):
     return list(enumerate(product(POSITIONS, TEMPERATURES, MASKS, SCORES, (False, True))))[start::step]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked", "dense"])
+@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpu(backend, dtype):
     for i, (position, temperature, mask, score, causal) in cases(DTYPES.index(dtype), len(DTYPES)):
