@@ -98,6 +98,12 @@ def test_the_data_set_as_a_plan(corpus):
     assert result.exit_code == 0 and "number of samples" in result.stdout
 
 
+def test_the_laws_as_formulas_and_by_value(tmp_path):
+    result = tell("study", "run", "laws", "--out", tmp_path)
+    assert result.exit_code == 0 and "ln n / ln n_tr" in result.stdout
+    assert re.search(r"InfoScale ε=0.*1\.392", result.stdout.replace("\n", " ")), result.stdout  # 64 → 4096, d = 128
+
+
 def test_mistakes_end_in_one_line(corpus, tmp_path):
     one_line(tell("study", "run", "ablations", "--data", corpus), "did you mean 'ablation'")
     one_line(tell("study", "run", "ablation", "--out", tmp_path), "--data")

@@ -46,10 +46,14 @@ def study_run(
     accelerate launch -m isentrope.cli study run main --data data/laws --out results
     """
     with errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.report import tables
         from isentrope.study import plan as plans
 
         if plan == "laws":
             laws(out / "laws")
+            Console().print(tables.formulas(out / "laws" / "laws.json"))
         elif plan == "dataset":
             if corpus is None:
                 raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")

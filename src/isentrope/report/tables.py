@@ -122,6 +122,32 @@ def _thousands(n: int) -> str:
     return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)
 
 
+# the laws of the paper's first table, and ours
+FORMULAS = {
+    "constant": "1",
+    "loglength": "ln n",
+    "softmaxplus": "ln n / ln 512",
+    "logn": "ln n / ln n_tr",
+    "yarn": "(0.1 ln(n / n_tr) + 1)²",
+    "infoscale": "√(f(n) / f(n_tr)), f(m) = 1 - e^{2ε/d} m^{-2/d}",
+    "exact_matched": "g(n) / g(n_tr), g = √(1-y) / y, y = e^{-2(ln m - ε)/d}",
+}
+
+
+def formulas(results: Path) -> Table:
+    """Each law as a formula, and τ at the lengths of `laws.json`."""
+    data = json.loads(results.read_text(encoding="utf-8"))
+    lengths = data["lengths"][:: max(1, len(data["lengths"]) // SHOWN)]
+    table = Table(title="The score is multiplied by τ(n)", **STYLE)
+    for heading in ("law", "τ(n)", *(f"n={n}" for n in lengths)):
+        table.add_column(heading, justify="right" if heading.startswith("n=") else "left")
+    for law in data["laws"]:
+        if law["key"] in FORMULAS:
+            tau = {row["n"]: row["tau"] for row in data["rows"] if row["law"] == law["key"]}
+            table.add_row(law["label"], FORMULAS[law["key"]], *(f"{tau[n]:.3f}" for n in lengths))
+    return table
+
+
 def plans(found: list[dict[str, Any]]) -> Table:
     """The studies there are."""
     table = Table(**STYLE)
