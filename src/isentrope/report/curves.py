@@ -71,6 +71,8 @@ def _panels(plan: dict[str, Any], rows: list[dict[str, Any]], metric: str, word:
                 axes.set_yscale("log")
         for axes in list(grid.flat)[len(groups) :]:
             axes.set_axis_off()
+        for axes in grid[-1]:
+            axes.set_xlabel("tokens")
         for row_of_axes in grid:
             row_of_axes[0].set_ylabel(word)
         (grid[0][0] if together else grid.flat[0]).legend(frameon=False, fontsize=8)
@@ -113,6 +115,8 @@ def _entropies(plan: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
             axes.set_title(", ".join(pair), fontsize=9)
         for axes in list(grid.flat)[len(shown) :]:
             axes.set_axis_off()
+        for axes in grid[-1]:
+            axes.set_xlabel("tokens")
         for row_of_axes in grid:
             row_of_axes[0].set_ylabel("entropy, nats")
         grid[0][0].legend(frameon=False, fontsize=7)
