@@ -100,6 +100,8 @@ def test_what_a_command_line_changes():
         (SMALL + '  - {method: PI, checkpoint: b, recipe: "pi:factor=4"}', "twice"),
         (SMALL + "protocol: {position: 3}", "did you mean 'positions'"),
         (SMALL.replace("[8, 16]", "8"), "lengths: expected a list"),
+        (SMALL.replace('"pi:factor=4"', '"pi:factor=4", fit: 3'), "fit: expected true or false"),
+        (SMALL.replace('"pi:factor=4"', '"pi:factor=4+logn", fit: true'), "fit: expected a recipe without"),
         (SMALL.replace("[8, 16]", "[a]"), "lengths: expected a list"),
         (SMALL + "seeds: 0", "seeds: expected a list"),
         (SMALL.replace("checkpoint: b, ", ""), "missing checkpoint"),

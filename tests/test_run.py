@@ -10,9 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from isentrope.data.prepared import Prepared
+from isentrope.models import GAUAlphaForMaskedLM
+from isentrope.recipe import Recipe
 from isentrope.study import plan as plans
 from isentrope.study import run as study
+from isentrope.study.evaluate import Protocol, evaluate
+from isentrope.study.fit import set_temperature
 from isentrope.study.run import run, status
+from isentrope.temperatures import Fitted
 from tests.test_train import make_corpus, one_cpu_thread
 
 SIZES = "sizes: {hidden_size: 16, intermediate_size: 24, attention_key_size: 8}"
@@ -224,6 +230,28 @@ def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_
     plan = replace(plans.single(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
     run(plan, tmp_path, corpus, lambda words: None)
     assert taken[0]["temperature"]["train_length"] == 8
+
+
+def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
+    """The best of a grid is no better; inside the training length nothing is fitted; the table is told."""
+    mine = next(done.glob("checkpoints/cosine-*")) / "best"
+    plan = plans.single(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
+    plan = replace(plan, rows=tuple(replace(row, fit=True) for row in plan.rows))
+    assert run(plan, tmp_path, corpus, lambda words: None)["done"] == 2
+    inside, beyond = rows(tmp_path, plan.name)
+    assert inside["recipe"] == "cosine:alpha=16" and beyond["fit"]
+    tau = Recipe.parse(beyond["recipe"]).temperature
+    assert tau.lengths == (16, 64) and tau.table[0] == 1.0
+    prepared = Prepared.open(corpus)
+    others, hashes = prepared.documents("validation"), study._hashes(prepared, "validation")
+    model = GAUAlphaForMaskedLM.from_pretrained(mine).eval()
+
+    def loss(value):
+        set_temperature(model, Fitted((16, 64), (1.0, value), count="sequence"))
+        scores = evaluate(model, others, hashes[:8], 64, 4, Protocol("random", positions=None, seed=1))
+        return sum(score.loss for score in scores)
+
+    assert loss(tau.table[1]) <= min(loss(value) for value in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)) + 1e-3
 
 
 def test_without_a_corpus(plan, tmp_path):

@@ -22,7 +22,10 @@ def laws(
     queries: Annotated[int, typer.Option(help="Queries measured at each length.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
 ) -> None:
-    """What each temperature law does to attention entropy as the number of keys grows."""
+    """What each temperature law does to attention entropy as the number of keys grows.
+
+    isentrope laws --train-length 512 --longest 65536 --out results/laws
+    """
     with errors_in_one_line():
         from rich.console import Console
 
@@ -52,7 +55,10 @@ def perplexity(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
-    """Perplexity by position in long texts, under one recipe after another. What is already measured is kept."""
+    """Perplexity by position in long texts, under one recipe after another. What is already measured is kept.
+
+    isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
+    """
     with errors_in_one_line():
         from rich.console import Console
 

@@ -42,12 +42,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A line of the table. fit: with a temperature fitted to validation documents at each length."""
 
     method: str
     variant: str
     checkpoint: str
     recipe: str
+    fit: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Plan:
             if row.checkpoint not in self.checkpoints:
                 raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{_hint(row.checkpoint, self.checkpoints)}")  # fmt: skip  # noqa: E501
             try:  # before anything is trained
-                gau_recipe(row.recipe, self.train_length, 128)
+                if gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
+                    raise ValueError(f"fit: expected a recipe without a temperature, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
 
@@ -214,7 +216,10 @@ def _row(plan: str, data: Any) -> Row:
     missing = [key for key in ("method", "checkpoint", "recipe") if key not in data]
     if missing:
         raise ValueError(f"plan {plan}: row {data}: missing {', '.join(missing)}")
-    return Row(**{"variant": "plain"} | {key: str(value) for key, value in data.items()})
+    if not isinstance(data.get("fit", False), bool):
+        raise ValueError(f"plan {plan}: row {data}: fit: expected true or false, got {data['fit']!r}")
+    words = {key: str(value) for key, value in data.items() if key != "fit"}
+    return Row(**{"variant": "plain"} | words, fit=data.get("fit", False))
 
 
 def _expanded(plan: str, methods: Iterable[Any], variants: Iterable[str]) -> list[Row]:

@@ -28,6 +28,7 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
 from isentrope.study.checkpoint import read_log, write_json
 from isentrope.study.evaluate import evaluate, summary
+from isentrope.study.fit import fit
 from isentrope.study.inspect import layer_entropies
 from isentrope.study.place import check_tokens, place
 from isentrope.study.plan import Checkpoint, Plan, Row
@@ -179,7 +180,7 @@ def _cells(
             for seed in plan.seeds_of(row.checkpoint):
                 model = trained[row.checkpoint, seed]
                 told = [FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, data, str(dtype)]
-                told += [LOOKED_AT if plan.entropy else 0]
+                told += [LOOKED_AT if plan.entropy else 0, *(["fit"] if row.fit else [])]
                 key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
                 yield Cell(row, length, replace(model, seed=seed), key)
 
@@ -194,13 +195,17 @@ def _done(out: Path, key: str) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["result"]["failed"] is None
 
 
+def _hashes(prepared: Prepared, which: str) -> list[str]:
+    return [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == which]
+
+
 class _Evaluation:
     """Cells one after another; neighbours share their model."""
 
     def __init__(self, plan: Plan, prepared: Prepared, out: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
-        self.documents = prepared.documents("test")
-        self.hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
+        self.documents, self.hashes = prepared.documents("test"), _hashes(prepared, "test")
+        self.others = prepared.documents("validation"), _hashes(prepared, "validation")
         self.mask_token: int = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)
         self.machine = {key: value for key, value in provenance().items() if key != "date"}
@@ -228,6 +233,11 @@ class _Evaluation:
     def _numbers(self, cell: Cell) -> tuple[dict[str, Any], float]:
         """What is measured, and the seconds that the predictions took."""
         model = self._model(cell)
+        found: dict[str, Any] = {}
+        if cell.row.fit:
+            self.loaded = (None, None)  # it is changed: nobody's neighbour
+            fitted = fit(model, *self.others, cell.length, self.plan.train_length, self.mask_token)
+            found["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
         begun = time.perf_counter()
         scores = evaluate(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
         seconds = time.perf_counter() - begun
@@ -236,8 +246,7 @@ class _Evaluation:
             raise FloatingPointError(f"no test document has {cell.length} tokens")
         if not all(isfinite(score.loss) for score in scores):
             raise FloatingPointError("the loss is not a number")
-        found: dict[str, Any] = {"documents": [asdict(score) for score in scores], "skipped": skipped}
-        found |= summary(scores)
+        found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summary(scores)
         if self.plan.entropy:
             long = [i for i in range(len(self.documents)) if self.documents.lengths[i] >= cell.length][:LOOKED_AT]
             ids = torch.stack([torch.from_numpy(self.documents[i][: cell.length].astype("int64")) for i in long])
