@@ -32,3 +32,19 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A small corpus, prepared."""
+    from tests.small import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def on_one_thread():
+    from tests.small import one_cpu_thread
+
+    with one_cpu_thread():
+        yield

@@ -15,20 +15,9 @@ from isentrope.cli import app
 from isentrope.study import plan as plans
 from isentrope.study.run import SHIPPED
 from tests.test_run import PLAN
-from tests.test_train import make_corpus, one_cpu_thread
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 TABLES = ("table.md", "table.tex", "table.csv", "claims.json", "report.html", "results.jsonl", "plan.json")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_cpu_thread():
-    with one_cpu_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("cli"))
 
 
 def tell(*words):

@@ -19,8 +19,9 @@ from isentrope.study.evaluate import Protocol, evaluate
 from isentrope.study.fit import set_temperature
 from isentrope.study.run import run, status
 from isentrope.temperatures import Fitted
-from tests.test_train import make_corpus, one_cpu_thread
+from tests.small import make_corpus
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 SIZES = "sizes: {hidden_size: 16, intermediate_size: 24, attention_key_size: 8}"
 SMALL = "layers: 2, batch: 4, length: 16, steps: 2, validation: 8"
 PLAN = f"""
@@ -37,17 +38,6 @@ checkpoints:
 methods:
   - {{method: GAU-α, recipe: rope, checkpoint: dot, cosine: cosine, alpha: 16}}
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_cpu_thread():
-    with one_cpu_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("study"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from math import log
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -31,24 +30,12 @@ from isentrope.study.regimen import PRESETS, VARIANTS, Config, configured, read_
 from isentrope.study.step import Stepper, ahead
 from isentrope.study.train import Diverged, Interrupted, train
 
-LETTERS = "abcdefghijklmnop"
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "attention_key_size": 8}
 TINY = Config(
     layers=2, sizes=SIZES, length=16, batch=8, steps=12, rate=1e-2, validation=16,
     evaluate_every=6, save_every=4, log_every=2,
 )  # fmt: skip
-
-
-def make_corpus(folder, letters=LETTERS):
-    """Sixty documents whose letters grow rarer along the alphabet: half of them are a, a quarter b, and so on."""
-    shares = 0.5 ** np.arange(1.0, 17)
-    rows = []
-    for i in range(60):
-        drawn = np.random.default_rng(i).choice(list(letters[:16]), 300, p=shares / shares.sum())
-        rows.append(json.dumps({"id": f"d{i}", "text": "".join(drawn)}))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "texts.jsonl").write_text("\n".join(rows))
-    return prepare(Source(str(folder / "texts.jsonl")), folder / "corpus", Options(longer_than=200, test=4)).parent
 
 
 def weights(run, name="final"):
@@ -61,30 +48,6 @@ def states(run):
 
 def assert_same_weights(one, other, atol=0.0):
     assert_close(weights(one), weights(other), atol=atol, rtol=0)
-
-
-@contextmanager
-def one_cpu_thread():
-    """Threads change the order of sums; a GPU, or what other tests told accelerate, would change more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_cpu_thread():
-    with one_cpu_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")

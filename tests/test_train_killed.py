@@ -25,7 +25,8 @@ from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
 from isentrope.study.train import Interrupted, train
-from tests.test_train import GENTLE, TINY, assert_same_weights, make_corpus, one_cpu_thread, states, stop_at
+from tests.small import make_corpus, one_cpu_thread
+from tests.test_train import GENTLE, TINY, assert_same_weights, states, stop_at
 
 # processes that begin where torch is already imported, without threads or anything else of this one
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -23,6 +23,10 @@ TOKENS = {"cpu": 1 << 13, "cuda": 1 << 19}  # of one forward pass, at most
 DRAWS = 2000  # of the bootstrap
 
 
+class UnmeasurableError(RuntimeError):
+    """There is no number to be had: no document is long enough, or the loss is none."""
+
+
 @dataclass(frozen=True)
 class Protocol:
     """What is masked.

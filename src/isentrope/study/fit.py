@@ -9,7 +9,7 @@ from typing import Any
 from scipy.optimize import minimize_scalar
 
 from isentrope.data.prepared import Documents
-from isentrope.study.evaluate import Protocol, evaluate
+from isentrope.study.evaluate import Protocol, UnmeasurableError, evaluate
 from isentrope.temperatures import Fitted
 
 BOUNDS, CLOSE = (0.5, 4.0), 0.01  # where τ is looked for, and how closely
@@ -27,7 +27,7 @@ def fit(
         return None
     long = [i for i in range(len(documents)) if documents.lengths[i] >= length][:DOCUMENTS]
     if not long:
-        raise ValueError(f"fit: expected validation documents of {length} tokens, got none")
+        raise UnmeasurableError(f"no validation document has {length} tokens")
     starts, lengths = documents.starts[long], documents.lengths[long]
     chosen = Documents([documents.names[i] for i in long], lengths, starts, documents.ids)
     names = [hashes[i] for i in long]

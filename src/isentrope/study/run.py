@@ -27,7 +27,7 @@ from isentrope.files import complete
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
 from isentrope.study.checkpoint import read_log, write_json
-from isentrope.study.evaluate import evaluate, summary
+from isentrope.study.evaluate import UnmeasurableError, evaluate, summary
 from isentrope.study.fit import fit
 from isentrope.study.inspect import layer_entropies
 from isentrope.study.place import check_tokens, place
@@ -220,7 +220,7 @@ class _Evaluation:
             try:
                 measured, seconds = self._numbers(cell)
                 numbers |= measured
-            except (RuntimeError, FloatingPointError) as error:  # out of memory, mostly
+            except RuntimeError as error:  # out of memory, mostly
                 kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
                 failed = kind + str(error).strip().partition("\n")[0]
         rows = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"])
@@ -243,9 +243,9 @@ class _Evaluation:
         seconds = time.perf_counter() - begun
         skipped = len(self.hashes) - len(scores)
         if not scores:
-            raise FloatingPointError(f"no test document has {cell.length} tokens")
+            raise UnmeasurableError(f"no test document has {cell.length} tokens")
         if not all(isfinite(score.loss) for score in scores):
-            raise FloatingPointError("the loss is not a number")
+            raise UnmeasurableError("the loss is not a number")
         found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summary(scores)
         if self.plan.entropy:
             long = [i for i in range(len(self.documents)) if self.documents.lengths[i] >= cell.length][:LOOKED_AT]
