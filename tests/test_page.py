@@ -46,7 +46,7 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return page.page(study(tmp_path_factory.mktemp("study")))
+    return Path(page.report(study(tmp_path_factory.mktemp("study")))["report"])
 
 
 def opened(path: Path, script: str, width: int = 1280, around: str | None = None) -> dict[str, Any]:
@@ -131,7 +131,7 @@ told.targets = [...document.querySelectorAll("nav a")].map((a) => Boolean(docume
 def test_figures_are_visible_and_nothing_is_fetched(written: Path) -> None:
     told = opened(written, LOOKING)
     assert told["errors"] == [] and told["requests"] == []
-    assert len(told["images"]) == 2
+    assert len(told["images"]) == 4
     assert all(complete and natural > 0 and shown > 100 and alt for complete, natural, shown, alt in told["images"])
     assert told["chart"] > 300 and told["curves"] == 2
     assert told["wide"][0] <= told["wide"][1]

@@ -1,7 +1,8 @@
-"""Files that are complete or absent."""
+"""Files that are complete or absent, and files that say who works on what."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,3 +18,19 @@ def complete(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether this process alone has `path`, an empty file, until the block ends or the process dies.
+
+    Where another one has it: False at once, or True when that one is done with it (`wait`).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -7,6 +7,8 @@ from math import log, sqrt
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -440,3 +442,34 @@ def test_ssmax_begins_near_one(start, tmp_path):
     expected = ise.SSMax(1).slope.item()
     for layer in with_learned_parts("ssmax", start, tmp_path).gau_alpha.encoder.layer:
         assert layer.gau.recipe.temperature.slope.item() == pytest.approx(expected)
+
+
+class HostCopies(TorchDispatchMode):
+    """Notes what is copied from the host to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        sources, made = ([x for x in tree_leaves(part) if isinstance(x, torch.Tensor)] for part in (args, out))
+        if any(x.device.type == "cpu" for x in sources) and any(x.is_meta for x in made):
+            self.found.append(str(function))
+        return out
+
+
+@pytest.mark.parametrize("pose", [False, True])
+@pytest.mark.parametrize(
+    "recipe", ["rope", "cosine:alpha=16", "pi:factor=4", "ntk:factor=4", "yarn:factor=16", "alibi", "clex", "rerope:window=8+infoscale"],
+)  # fmt: skip
+def test_a_training_step_waits_for_nothing_of_the_host(recipe, pose):
+    """A step is captured as a graph after a few like it: from then on nothing may come from the host but its batch."""
+    gau = model(recipe=recipe, max_position_embeddings=16).float().to("meta").train()
+    ids = torch.ones(4, 16, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "at": ids[:, :3], "noise": ids[:, 0].int()}
+    batch |= {"position_ids": ids} if pose else {}
+    gau(**batch, backend="dense")
+    with HostCopies() as copies:
+        gau(**batch, backend="dense").logits.sum().backward()
+    assert not copies.found

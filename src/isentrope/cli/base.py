@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,3 +54,21 @@ def quietly() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@contextmanager
+def started_again(times: int, folder: Path) -> Iterator[None]:
+    """This command, running as often beside this process; what the others say goes to FOLDER/job-2.log and so on."""
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(2, times + 2):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"job-{number}.log").open("wb") as log:
+                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1"]
+                others.append(subprocess.Popen(command, stdout=log, stderr=log))
+        yield
+        for other in others:
+            other.wait()
+    finally:
+        for other in others:
+            other.terminate()

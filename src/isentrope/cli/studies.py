@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly, study
+from isentrope.cli.base import app, errors_in_one_line, quietly, started_again, study
 from isentrope.cli.corpora import show_partition
 from isentrope.cli.looking import laws
 
@@ -38,8 +38,11 @@ def study_run(
         int | None, typer.Option(help="Masked positions a document, in place of the plan's; 0 for all.")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Training seeds in place of the plan's, such as 0,1,2.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, also on one GPU.")] = 1,
 ) -> None:
     """Train and evaluate what is missing of a plan, then print its table. Interrupted, the same command goes on.
+
+    The same command may also be started several times in one folder: what one does, the others leave to it.
 
     isentrope study run main --data data/laws --out results
 
@@ -61,7 +64,9 @@ def study_run(
 
             show_partition(Prepared.open(corpus).folder / "manifest.json")
         else:
-            _carry_out(plans.changed(plans.load(plan), lengths, positions, seeds), out, corpus)
+            changed = plans.changed(plans.load(plan), lengths, positions, seeds)
+            with started_again(jobs - 1, out / changed.name):
+                _carry_out(changed, out, corpus)
 
 
 @study.command("status")

@@ -14,7 +14,7 @@ from isentrope.cli.base import app, errors_in_one_line, quietly
 def train(
     corpus: Annotated[Path, typer.Argument(help="A folder that 'isentrope data prepare' wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the run; one that holds this run already is gone on with.")],
-    preset: Annotated[str, typer.Option(help="pretrain, train, finetune, paper or paper-finetune.")] = "train",
+    preset: Annotated[str, typer.Option(help="pretrain, train, finetune, paper, paper-finetune or causal.")] = "train",
     model: Annotated[str | None, typer.Option(help="Start from this model: a folder, or a name on the hub.")] = None,
     variant: Annotated[
         str | None, typer.Option(help="What the paper trains: plain, pi, yarn16, yarn32, pose, alibi or clex.")
@@ -31,7 +31,11 @@ def train(
     dropout: Annotated[float | None, typer.Option(help="In place of the model's own.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers; of a given model, its first.")] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="Of a new model: hidden_size=768,intermediate_size=1536,attention_key_size=128")
+        str | None,
+        typer.Option(
+            help="Of a new model: hidden_size=768,intermediate_size=1536,attention_key_size=128; "
+            "of a causal one num_attention_heads in place of the last."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides everything random.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = None,
@@ -41,11 +45,13 @@ def train(
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between validation losses; likewise.")] = None,
     track: Annotated[list[str], typer.Option(help="tensorboard, wandb; several times for both.")] = ["tensorboard"],  # noqa: B006
 ) -> None:
-    """Train GAU-α on masked tokens, or go on with a run that was interrupted.
+    """Train GAU-α on masked tokens, or a small Llama on the next one, or go on with a run that was interrupted.
 
     isentrope train data/laws --out runs/base --preset pretrain
 
     isentrope train data/laws --out runs/pi --model runs/base/best --variant pi --cosscale 128
+
+    isentrope train data/sympy --out runs/llama --preset causal
 
     accelerate launch --num_processes 4 -m isentrope.cli train data/laws --out runs/base --preset pretrain
     """

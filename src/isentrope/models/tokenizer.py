@@ -1,4 +1,4 @@
-"""Tokenizers for GAU-α: a published BERT-style vocabulary, or the characters of one's own texts."""
+"""Tokenizers: a published BERT-style vocabulary, or the characters of one's own texts."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ def published_tokenizer(vocabulary: str | Path) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     return _finished(tokenizer)
+
+
+def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The same tokens for a model that goes on with a text: no [CLS] and [SEP] around it, no types, padding before."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    inputs, marked = ["input_ids", "attention_mask"], tokenizer.special_tokens_map
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, padding_side="left", **marked)
 
 
 def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

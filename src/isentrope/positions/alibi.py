@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isentrope.positions.branch import Branch, Position
+from isentrope.precision import constant
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class ALiBi(Position):
 
     needs_training = True
 
-    def slopes(self, heads: int) -> Tensor:
+    @staticmethod
+    def slopes(heads: int) -> Tensor:
         def powers(count: int) -> list[float]:
             return [2 ** (-8 * h / count) for h in range(1, count + 1)]
 
@@ -28,4 +30,4 @@ class ALiBi(Position):
         return torch.tensor(powers(below) + powers(2 * below)[::2][: heads - below], dtype=torch.float64)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        return (Branch(slopes=self.slopes(heads).to(query.device)),)
+        return (Branch(slopes=constant(ALiBi.slopes, query.device, heads)),)

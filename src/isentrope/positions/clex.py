@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor, nn
 
 from isentrope.parts import choice, number, whole
 from isentrope.positions.branch import Branch, Position
-from isentrope.positions.rope import LAYOUTS, rope_frequencies
+from isentrope.positions.rope import LAYOUTS, rope_exponents
+from isentrope.precision import constant
 
 
 class CLEX(nn.Module, Position):
@@ -78,7 +81,7 @@ class CLEX(nn.Module, Position):
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.turning(head_dim)
         if self.training:
-            return self.path(self.max_factor, dtype, device)[self.factor - 1]
+            return self.path(self.max_factor, dtype, device).index_select(0, (self.factor - 1).view(1))[0]
         if isinstance(length, int):
             t = max(-(-length // self.train_length), 1)
             return self.path(t, dtype, device)[-1]
@@ -103,7 +106,7 @@ class CLEX(nn.Module, Position):
     def _ntk(self, t: float, like: Tensor) -> Tensor:
         """ln θ_ntk(t)."""
         stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
-        return rope_frequencies(self.dim, self.base * stretch, like.dtype).to(like.device).log()
+        return constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
 
     def _slope(self, t: float, learned: Tensor) -> Tensor:
         up, down = self.up.weight.to(learned.dtype), self.down.weight.to(learned.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isentrope.parts import choice, flag, number, whole
 from isentrope.positions.branch import Branch, Position
+from isentrope.precision import constant
 
 LAYOUTS = ("half", "interleaved")
 
@@ -48,7 +49,7 @@ class Rotary(Position):
         return dim
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return rope_frequencies(self.turning(head_dim), self.base, dtype).to(device)
+        return constant(rope_frequencies, device, self.turning(head_dim), self.base, dtype)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
@@ -127,7 +128,7 @@ class NTK(TrainedLength):
         if dim == 2:
             raise ValueError("NTK: expected at least two rotated pairs, got one: its angle cannot change")
         if not self.dynamic:
-            return rope_frequencies(dim, self.base * self.factor ** (dim / (dim - 2)), dtype).to(device)
+            return constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
         ratio = torch.as_tensor(length, device=device).to(dtype) / self.trained()
         stretch = (self.factor * ratio - (self.factor - 1)).clamp_min(1)
         return rope_frequencies(dim, self.base * stretch[..., None] ** (dim / (dim - 2)), dtype)
@@ -154,8 +155,9 @@ class YaRN(TrainedLength):
         number(self, "beta_slow", above=0)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        dim = self.turning(head_dim)
+        return constant(YaRN._frequencies, device, self, self.turning(head_dim), dtype)
 
+    def _frequencies(self, dim: int, dtype: torch.dtype) -> Tensor:
         def pair_turning(rotations: float) -> float:
             return dim * log(self.trained() / (2 * pi * rotations)) / (2 * log(self.base))
 
@@ -165,11 +167,15 @@ class YaRN(TrainedLength):
             high += 0.001  # type: ignore[assignment]  # a step instead of a ramp
         theta = rope_frequencies(dim, self.base, dtype)
         kept = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
-        return (theta / self.factor * (1 - kept) + theta * kept).to(device)
+        return theta / self.factor * (1 - kept) + theta * kept
 
 
 def rope_frequencies(dim: int, base: float | Tensor, dtype: torch.dtype) -> Tensor:
     """base^{-2m/dim} for m = 0 … dim/2 - 1; a base (…, 1) gives (…, dim/2)."""
     device = base.device if isinstance(base, Tensor) else None
-    exponent = torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim
-    return 1.0 / base**exponent
+    return 1.0 / base ** rope_exponents(dim, dtype, device)
+
+
+def rope_exponents(dim: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """2m/dim."""
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim

@@ -11,9 +11,12 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from isentrope.report.figures import COLOURS, GREY, RC, save
+from isentrope.report.figures import COLOURS, DASHES, GREY, INK, RC, save
+from isentrope.report.published import FLOOR, Beside
+from isentrope.report.study import Row
 
 MARKERS = "osD^vPX*pd"
 TOGETHER = 9  # rows that one panel shows; more get a panel for each method
@@ -69,12 +72,7 @@ def _panels(plan: dict[str, Any], rows: list[dict[str, Any]], metric: str, word:
             axes.set_title("" if together else group[0][0])
             if metric == "ppl":
                 axes.set_yscale("log")
-        for axes in list(grid.flat)[len(groups) :]:
-            axes.set_axis_off()
-        for axes in grid[-1]:
-            axes.set_xlabel("tokens")
-        for row_of_axes in grid:
-            row_of_axes[0].set_ylabel(word)
+        _frame(grid, len(groups), word)
         (grid[0][0] if together else grid.flat[0]).legend(frameon=False, fontsize=8)
         return figure
 
@@ -86,11 +84,64 @@ def _line(axes: Axes, rows: list[dict[str, Any]], metric: str, index: int, label
         return
     at = [[row for row in rows if row["length"] == length] for length in lengths]
     y, low, high = ([_mean(row[f"{metric}{end}"] for row in here) for here in at] for end in ("", "_low", "_high"))
+    _bars(axes, lengths, y, low, high, index, label)
+
+
+def _bars(
+    axes: Axes, x: list[int], y: list[float], low: list[float], high: list[float], index: int, label: str
+) -> None:
+    """A line with intervals, in the colour and with the marker of this place."""
     bars = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
     axes.errorbar(
-        lengths, y, [[max(0.0, bar) for bar in side] for side in bars], color=COLOURS[index % len(COLOURS)],
+        x, y, [[max(0.0, bar) for bar in side] for side in bars], color=COLOURS[index % len(COLOURS)],
         marker=MARKERS[index % len(MARKERS)], markersize=4.5, linewidth=1.4, elinewidth=0.8, label=label,
     )  # fmt: skip
+
+
+def draw_beside(found: Beside, out: Path) -> list[Path]:
+    """The paper's accuracies and ours, a panel for each method, drawn as `out` with the suffixes .png and .svg."""
+    told = found.grid.plan.told
+    methods = list(dict.fromkeys(row.method for row in found.rows))
+    variants = list(dict.fromkeys(row.variant for row in found.grid.plan.rows))
+    columns = min(3, len(methods))
+    height = -(-len(methods) // columns)
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(max(5.5, 4.2 * columns), 3.1 * height + 0.5), layout="constrained")
+        grid = figure.subplots(height, columns, sharex=True, sharey=True, squeeze=False)
+        for axes, method in zip(grid.flat, methods, strict=False):
+            for row in (row for row in found.rows if row.method == method):
+                _both(axes, found, row, variants.index(row.variant))
+            _lengths(axes, found.lengths, told.get("train_length"))
+            axes.set_title(method)
+        grid[0][0].set_ylim(0, 1)
+        _frame(grid, len(methods), "accuracy")
+        shown = [variant for variant in variants if variant in {row.variant for row in found.rows}]
+        handles = [_handle(variants.index(variant), variant) for variant in shown]
+        handles += [Line2D([], [], color=INK, linestyle=DASHES, label="paper"), Line2D([], [], color=INK, label="here")]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+        return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
+
+
+def _both(axes: Axes, found: Beside, row: Row, index: int) -> None:
+    """A row's accuracies in the paper, with open markers where it prints no more than a bound, and here."""
+    theirs = [found.table.values[row, length, "acc"] for length in found.lengths]
+    y = [FLOOR if isinstance(x, str) else x for x in theirs]
+    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    axes.plot(found.lengths, y, color=colour, linestyle=DASHES, linewidth=1)
+    for is_open in (True, False):
+        at = [place for place, x in enumerate(theirs) if isinstance(x, str) is is_open]
+        face = "white" if is_open else colour
+        axes.plot(
+            [found.lengths[i] for i in at], [y[i] for i in at], color=colour, marker=marker, markersize=3.5,
+            markerfacecolor=face, linestyle="none",
+        )  # fmt: skip
+    ours = {length: value for length in found.lengths if (value := found.grid.value(row, length, "acc"))}
+    mean, low, high = ([getattr(value, end) for value in ours.values()] for end in ("mean", "low", "high"))
+    _bars(axes, list(ours), mean, low, high, index, row.variant)
+
+
+def _handle(index: int, label: str) -> Line2D:
+    return Line2D([], [], color=COLOURS[index % len(COLOURS)], marker=MARKERS[index % len(MARKERS)], label=label)
 
 
 def _entropies(plan: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
@@ -113,22 +164,28 @@ def _entropies(plan: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
                 axes.plot(lengths, y, color=shade, marker="o", markersize=3, linewidth=1.2, label=f"layer {layer + 1}")
             _lengths(axes, plan["lengths"], plan["train_length"])
             axes.set_title(", ".join(pair), fontsize=9)
-        for axes in list(grid.flat)[len(shown) :]:
-            axes.set_axis_off()
-        for axes in grid[-1]:
-            axes.set_xlabel("tokens")
-        for row_of_axes in grid:
-            row_of_axes[0].set_ylabel("entropy, nats")
+        _frame(grid, len(shown), "entropy, nats")
         grid[0][0].legend(frameon=False, fontsize=7)
         return figure
 
 
-def _lengths(axes: Axes, lengths: list[int], train_length: int) -> None:
+def _frame(grid: Any, panels: int, word: str) -> None:
+    """Names the outer axes of a grid of panels; those beyond the last panel are not drawn."""
+    for axes in list(grid.flat)[panels:]:
+        axes.set_axis_off()
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens")
+    for row_of_axes in grid:
+        row_of_axes[0].set_ylabel(word)
+
+
+def _lengths(axes: Axes, lengths: list[int], train_length: int | None) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
-    axes.axvline(train_length, color=GREY, linewidth=0.8, linestyle=":")
+    if train_length:
+        axes.axvline(train_length, color=GREY, linewidth=0.8, linestyle=":")
     axes.grid(axis="y", color="#EEEEEE")
 
 

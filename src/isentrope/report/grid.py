@@ -19,6 +19,7 @@ from rich.text import Text
 from isentrope.files import complete
 from isentrope.report.claims import judge, said
 from isentrope.report.numbers import number
+from isentrope.report.published import CAPTION, NOTHING, UNSHOWN, Beside, beside
 from isentrope.report.study import METRICS, PROTOCOLS, Grid, Plan, Row, Value, read
 from isentrope.report.tables import STYLE
 
@@ -166,7 +167,7 @@ def notes(grid: Grid) -> list[str]:
 
 
 def write(folder: Path, cap: bool = False) -> list[Path]:
-    """Write `table.md`, `.tex`, `.csv` and `claims.json` beside the results of each plan in a folder."""
+    """Write `table.md`, `.tex`, `.csv`, `claims.json` and, where the paper has its table, `beside.md` for each plan."""
     written = []
     for plan in read(folder):
         sheets = [sheet(grid, cap) for grid in plan.grids]
@@ -177,10 +178,18 @@ def write(folder: Path, cap: bool = False) -> list[Path]:
             "table.csv": comma_separated(plan),
             "claims.json": json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n",
         }
+        drawn = beside(plan.grids[0]) if "acc" in plan.metrics else None
+        pages = [beside_markdown(both, page.labels, cap) for page in sheets if (both := beside(page.grid))]
+        if pages:
+            texts["beside.md"] = "\n".join(pages + ([f"![{_md(CAPTION)}](beside.png)\n"] if drawn else []))
         for name, text in texts.items():
             with complete(plan.folder / name) as file:
                 file.write_text(text, encoding="utf-8", newline="\n")
             written.append(plan.folder / name)
+        if drawn:
+            from isentrope.report.curves import draw_beside  # matplotlib, where there is something to draw
+
+            written += draw_beside(drawn, plan.folder / "beside")
     return written
 
 
@@ -191,7 +200,10 @@ def terminal(folder: Path, cap: bool = False) -> Group:
         page = sheet(grid, cap)
         parts += [_terminal(page, metric) for metric in grid.plan.metrics if grid.plan.rows]
         parts += [Text(text) for text in (page.caption, *page.notes)]
-        parts += [Text(f"{said(verdict)}: {verdict['text']} ({verdict['words']})") for verdict in judge(grid)]
+        parts += [Text(found.sentence()) for found in [beside(grid)] if found and found.sentence()]
+        for verdict in judge(grid):
+            numbers = "; ".join([verdict["words"], *([verdict["paper"]["words"]] if verdict["paper"] else [])])
+            parts.append(Text(f"{said(verdict)}: {verdict['text']} ({numbers})"))
     return Group(*parts)
 
 
@@ -225,6 +237,23 @@ def markdown(page: Sheet) -> str:
     if page.notes:
         lines += ["", *(f"- {_md(note)}" for note in page.notes)]
     return "\n".join(lines) + "\n"
+
+
+def beside_markdown(found: Beside, labels: dict[Row, str], cap: bool = False) -> str:
+    """The paper's numbers and ours, a table for each metric, and how many changes go the same way."""
+    plan, how = found.grid.plan, PROTOCOLS.get(found.grid.protocol, found.grid.protocol)
+    about = f"The paper's {found.table.label} beside what was measured here, {how}; {NOTHING} where nothing was."
+    lines = [f"## {_md(plan.title)}, beside the paper", "", _md(about)]
+    if sentence := found.sentence():
+        lines += ["", _md(f"{sentence} {UNSHOWN}")]
+    for metric in reversed(plan.metrics):
+        for heads, *rows in filter(None, (found.numbers(metric, labels, cap), found.counts(metric))):
+            lines += ["", _line(heads), "|:--|" + "--:|" * (len(heads) - 1), *map(_line, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(map(_md, cells))} |"
 
 
 def latex(page: Sheet) -> str:

@@ -36,7 +36,7 @@ def losses(runs: list[Path], out: Path) -> list[Path]:
                 _curve(axes, run, "epoch" if 1 < len(found) <= TOGETHER else "step", colour, dashed, len(found) == 1)
             axes.set_title(title)
             axes.legend(frameon=False)
-        row[0].set_ylabel("loss, nats a masked token")
+        row[0].set_ylabel("loss, nats a predicted token")
         return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
 
 

@@ -29,5 +29,7 @@ def with_interval(value: Value, metric: str) -> str:
     return f"{precise(value.mean, metric)} ({precise(value.low, metric)}–{precise(value.high, metric)})"
 
 
-def signed(x: float) -> str:
+def signed(x: float, metric: str = "acc") -> str:
+    if metric != "acc":
+        return f"{'−' if x < 0 else '+'}{number(abs(x), metric)}"
     return f"{round(x, 3) + 0.0:+.3f}".replace("-", "−")  # + 0.0 makes -0.0 a plain zero

@@ -15,6 +15,7 @@ from isentrope.report import chart, words
 from isentrope.report.claims import FAILS, HOLDS, OPEN, Verdict, judge, said
 from isentrope.report.grid import ABSENT, FAILED, Entry, Sheet, sheet, write
 from isentrope.report.numbers import PPL_CAP, number
+from isentrope.report.published import CAPTION, UNSHOWN, beside
 from isentrope.report.study import LOWER_IS_BETTER, METRICS, PROTOCOLS, Grid, Plan, Row, read
 
 SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), OPEN: ("○", "open")}
@@ -97,6 +98,7 @@ def _section(grid: Grid, name: str, cap: bool) -> str:
     if plan.rows and plan.lengths:
         parts.append(_table(view, name))
     parts.append("".join(f'<p class="note">{escape(note)}</p>' for note in view.notes))
+    parts.append(_beside(view, own, cap))
     if own:
         parts += [_figures(plan), _training(plan), _provenance(plan)]
     return "".join(parts) + "</section>\n"
@@ -123,10 +125,11 @@ def _cards(verdicts: list[Verdict]) -> str:
     for verdict in verdicts:
         sign, kind = SIGNS[verdict["verdict"]]
         source = f" <cite>{escape(verdict['source'])}</cite>" if verdict["source"] else ""
+        paper = f"<p class=numbers>{escape(verdict['paper']['words'])}</p>" if verdict["paper"] else ""
         items.append(
             f'<li class="{kind}"><span class="badge"><span aria-hidden="true">{sign}</span> '
             f"{escape(said(verdict))}</span>"
-            f"<p>{escape(verdict['text'])}{source}</p><p class=numbers>{escape(verdict['words'])}</p></li>"
+            f"<p>{escape(verdict['text'])}{source}</p><p class=numbers>{escape(verdict['words'])}</p>{paper}</li>"
         )
     return f'<ul class="claims">{"".join(items)}</ul>'
 
@@ -195,8 +198,38 @@ def _cell(entry: Entry, grid: Grid, row: Row, length: int, metric: str) -> str:
     )
 
 
+def _beside(view: Sheet, own: bool, cap: bool) -> str:
+    """The paper's numbers beside ours: how many changes agree, the figure, and the tables folded away."""
+    found, plan = beside(view.grid), view.grid.plan
+    if found is None:
+        return ""
+    told = f"{found.sentence()} {UNSHOWN}" if found.sentence() else ""
+    parts = [f"<h3>Beside the paper</h3><p>{escape(told or f'The numbers of its {found.table.label}.')}</p>"]
+    drawn = {suffix: path for suffix in KINDS if (path := plan.folder / f"beside{suffix}").is_file()}
+    if own and drawn:
+        parts.append(_figure(drawn, CAPTION))
+    for metric in reversed(plan.metrics):
+        tables = [found.numbers(metric, view.labels, cap), found.counts(metric)]
+        shown = "".join(_plain(rows, f"{METRICS[metric]} beside the paper") for rows in tables if rows)
+        parts.append(f"<details><summary>{METRICS[metric]}: the paper’s and ours</summary>{shown}</details>")
+    return "".join(parts)
+
+
+def _plain(rows: list[list[str]], name: str) -> str:
+    """A table that is only read; its first line has the headings."""
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in rows[0])
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows[1:]
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table class="plain">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
 def _figures(plan: Plan) -> str:
-    """The plan's figures, each once: SVG, or the PNG of the same name where the SVG is heavy."""
+    """The plan's figures, each once."""
     folder = plan.folder / "figures"
     found: dict[str, dict[str, Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -205,17 +238,22 @@ def _figures(plan: Plan) -> str:
     captions = _captions(folder)
     shown = []
     for stem, paths in found.items():
-        path = paths.get(".svg") or paths[".png"]
-        if ".png" in paths and path.stat().st_size > HEAVY:
-            path = paths[".png"]
-        names = [path.name, f"{stem}.svg", f"{stem}.png", stem]
-        caption = escape(next((captions[name] for name in names if name in captions), re.sub(r"[-_]+", " ", stem)))
-        data = base64.b64encode(path.read_bytes()).decode()
-        shown.append(
-            f'<figure><img src="data:{KINDS[path.suffix]};base64,{data}" alt="{caption}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
+        names = [f"{stem}.svg", f"{stem}.png", stem]
+        caption = next((captions[name] for name in names if name in captions), re.sub(r"[-_]+", " ", stem))
+        shown.append(_figure(paths, caption))
     return f'<h3>Figures</h3><div class="figures">{"".join(shown)}</div>' if shown else ""
+
+
+def _figure(paths: dict[str, Path], caption: str) -> str:
+    """One of a figure's files by suffix: the SVG, or the PNG where that is heavy."""
+    path = paths.get(".svg") or paths[".png"]
+    if ".png" in paths and path.stat().st_size > HEAVY:
+        path = paths[".png"]
+    data, words = base64.b64encode(path.read_bytes()).decode(), escape(caption)
+    return (
+        f'<figure><img src="data:{KINDS[path.suffix]};base64,{data}" alt="{words}">'
+        f"<figcaption>{words}</figcaption></figure>"
+    )
 
 
 def _captions(folder: Path) -> dict[str, str]:
@@ -236,7 +274,7 @@ def _training(plan: Plan) -> str:
     if not checkpoints:
         return ""
     drawn = chart.losses({name: told.get("log") or [] for name, told in checkpoints.items()})
-    rows = []
+    rows = [["Checkpoint", "best step", "validation loss", "time"]]
     for name, told in checkpoints.items():
         best = told.get("best") or {}
         validation, seconds = best.get("validation"), told.get("seconds")
@@ -246,14 +284,10 @@ def _training(plan: Plan) -> str:
             f"{validation:.4f}" if isinstance(validation, int | float) else "",
             f"{seconds:.0f} s" if isinstance(seconds, int | float) else "",
         ]
-        rows.append(f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(c)}</td>" for c in cells)}</tr>')
-    heads = "".join(f'<th scope="col">{head}</th>' for head in ("Checkpoint", "best step", "validation loss", "time"))
+        rows.append([name, *cells])
     label = "<figcaption>Training loss (nats a masked token) against step.</figcaption>"
-    return (
-        f"<h3>Training</h3>{f'<figure class=losses>{drawn}{label}</figure>' if drawn else ''}"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="plain">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    figure = f"<figure class=losses>{drawn}{label}</figure>" if drawn else ""
+    return f"<h3>Training</h3>{figure}{_plain(rows, 'Checkpoints')}"
 
 
 def _provenance(plan: Plan) -> str:

@@ -9,9 +9,13 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 PROTOCOLS = {"single": "one token masked at a time", "random": "15 % masked at once"}
 METRICS = {"ppl": "PPL", "acc": "ACC"}
 LOWER_IS_BETTER = {"ppl"}
+DRAWS = 2000  # of the bootstrap
 Cell = dict[str, Any]
 
 
@@ -112,8 +116,7 @@ class Grid:
 
     def value(self, row: Row, length: int, metric: str) -> Value | None:
         """Mean over the seeds that were measured; None where none was."""
-        cells = [cell for cell in self.placed.get((row, length), {}).values() if failure(cell) is None]
-        cells = [cell for cell in cells if _number(cell, metric) is not None]
+        cells = [cell for cell in self._measured(row, length).values() if _number(cell, metric) is not None]
         if not cells:
             return None
         values = [float(cell[metric]) for cell in cells]
@@ -122,6 +125,27 @@ class Grid:
              for cell in cells] for end in ("low", "high")
         )  # fmt: skip
         return Value(sum(values) / len(values), min(values), max(values), min(lows), max(highs), len(values))
+
+    def difference(self, before: Row, after: Row, length: int, metric: str) -> tuple[float, float] | None:
+        """95 % interval of the change, by bootstrap over the documents that all cells of both rows have."""
+        both = [
+            [{document["sha256"]: document for document in cell.get("documents") or []} for cell in cells.values()]
+            for row in (before, after) if (cells := self._measured(row, length))
+        ]  # fmt: skip
+        if len(both) < 2:
+            return None
+        shared = sorted(set.intersection(*(set(documents) for row in both for documents in row)))
+        if not shared:
+            return None
+        draws = np.random.default_rng(0).integers(0, len(shared), (DRAWS, len(shared)))
+        scores = [[[documents[name] for name in shared] for documents in row] for row in both]
+        start, end = (np.mean([_drawn(cell, draws, metric) for cell in row], 0) for row in scores)
+        low, high = np.percentile(end - start, (2.5, 97.5))
+        return float(low), float(high)
+
+    def _measured(self, row: Row, length: int) -> dict[int, Cell]:
+        cells = self.placed.get((row, length), {})
+        return {seed: cell for seed, cell in cells.items() if failure(cell) is None}
 
     def failed(self, row: Row, length: int) -> dict[int, str]:
         """The reason of each seed whose cell failed."""
@@ -146,6 +170,14 @@ class Grid:
                 if failure(cell) is None:
                     counts[length] = max(counts.get(length, 0), len(cell.get("documents") or []))
         return dict(sorted(counts.items()))
+
+
+def _drawn(documents: list[dict[str, Any]], draws: NDArray[np.int64], metric: str) -> NDArray[np.float64]:
+    """A cell's metric over each draw of its documents."""
+    key = "loss" if metric == "ppl" else "hits"
+    total, count = (np.array([float(document[k]) for document in documents])[draws].sum(1) for k in (key, "count"))
+    # a perplexity past all numbers is as good as this one
+    return np.exp(np.minimum(total / count, 700.0)) if metric == "ppl" else total / count
 
 
 def failure(cell: Cell) -> str | None:

@@ -64,6 +64,12 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     return progress
 
 
+def remove_states(folder: Path) -> None:
+    """When nothing is left to go on with."""
+    for path in _states(folder):
+        path.unlink()
+
+
 def _states(folder: Path) -> list[Path]:
     return sorted(folder.glob(STATE.replace("{:09d}", "?????????")))
 

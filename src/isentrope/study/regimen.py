@@ -7,18 +7,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PRECISIONS = ("auto", "bf16", "fp32")
+# what may be said of a new model's sizes: GAU-α for masked tokens, Llama for the next one
+SIZES = {
+    "masked": ("hidden_size", "intermediate_size", "attention_key_size"),
+    "causal": ("hidden_size", "intermediate_size", "num_attention_heads"),
+}
+LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
 class Config:
     """What a run is. Two runs of the same configuration give the same weights, however they were cut or resumed.
 
-    model: a folder or hub name to start from; None starts from random weights with `sizes` (any of GAUAlphaConfig's).
+    objective: "masked" trains GAU-α on masked tokens, "causal" a Llama on each next token.
+    model: a folder or hub name to start from; None starts from random weights with `sizes` (any of `SIZES`).
     recipe: what attention follows, as text. pose: draw positions up to this length (PoSE).
     steps, or epochs over the documents: one of them. dropout: in place of the model's own.
-    validation: crops that the validation loss is measured on. *_every: in steps; 0 for a twentieth of the run.
+    validation: crops that the validation loss is measured on. compile: None where a run is long enough to repay it.
+    evaluate_every: in steps; 0 for a twentieth of the run. save_every: likewise; 0 for once a minute.
     """
 
+    objective: str = "masked"
     model: str | None = None
     layers: int = 6
     sizes: dict[str, int] | None = None
@@ -49,6 +58,8 @@ class Config:
             raise ValueError(f"steps, epochs: expected one of them, above 0, got {self.steps} and {self.epochs}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.objective not in SIZES:
+            raise ValueError(f"objective: expected one of {', '.join(SIZES)}, got {self.objective!r}")
         for name in ("layers", "length", "batch", "accumulate", "log_every", "validation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
@@ -61,12 +72,23 @@ class Config:
             raise ValueError(f"dropout: expected a share in [0, 1), got {self.dropout}")
         if self.sizes and self.model:
             raise ValueError(f"sizes: expected none where a model is given, got {self.sizes}")
-        known = ("hidden_size", "intermediate_size", "attention_key_size")
+        known = SIZES[self.objective]
         for name in self.sizes or {}:
             if name not in known:
                 raise ValueError(f"sizes: expected {', '.join(known)}, got {name!r}")
             if (self.sizes or {})[name] < 1:
                 raise ValueError(f"sizes: expected 1 or more, got {name}={(self.sizes or {})[name]}")
+        if self.objective == "causal":
+            self._check_causal()
+
+    def _check_causal(self) -> None:
+        for name, only in (("recipe", "rope"), ("pose", None), ("share", 0.15)):
+            if (value := getattr(self, name)) != only:
+                raise ValueError(f"{name}: expected {only} with the objective causal, got {value!r}")
+        sizes = LLAMA | (self.sizes or {})
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        if hidden % (2 * heads):
+            raise ValueError(f"sizes: expected heads of an even size, got hidden_size={hidden} for {heads} heads")
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Of step 0 … steps - 1: up in a straight line over the first `warmup` of them, then down to 0."""
@@ -82,6 +104,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "finetune": {"length": 64, "steps": 1000, "rate": 1e-4},
     "paper": {"length": 64, "epochs": 400.0, "rate": 2e-5, "crop": "first"},
     "paper-finetune": {"length": 64, "epochs": 100.0, "rate": 2e-5, "crop": "first"},
+    "causal": {"objective": "causal", "length": 256, "steps": 4000, "batch": 64, "rate": 1e-3, "dropout": 0.0},
 }
 # what the paper trains or fine-tunes a model for: its recipe, and the length PoSE draws positions up to
 VARIANTS: dict[str, tuple[str, int | None]] = {

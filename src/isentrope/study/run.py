@@ -11,6 +11,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from math import isfinite
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer
 
 from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
-from isentrope.files import complete
+from isentrope.files import claimed, complete
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
 from isentrope.study.checkpoint import read_log, write_json
@@ -74,11 +75,13 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
     if state.is_main_process:
         (out / plan.name).mkdir(parents=True, exist_ok=True)
         write_json(out / plan.name / "cells.json", [cell.key for cell in cells])
-    # shared out before looking what is there: processes may look at different moments
-    mine = [cell for cell in cells[state.process_index :: state.num_processes] if not _done(out, cell.key)]
     study = _Evaluation(plan, prepared, out, state.device, dtype)
-    for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}"):
-        study.measure(cell)
+    groups = _groups(cells)
+    # shared out before looking what is there: processes may look at different moments
+    mine = _in_turn(groups[state.process_index :: state.num_processes], out)
+    for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
+        if not _done(out, cell.key):
+            study.measure(cell)
     state.wait_for_everyone()
     if state.is_main_process:
         _assemble(plan, prepared, trained, cells, out)
@@ -108,7 +111,8 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
     if state.is_main_process:
         shipped = next((c.shipped for c in plan.needed() if c.shipped), None)
         options = Options(tokenizer=str(SHIPPED / shipped)) if shipped else Options()
-        prepare(Source(plan.data), folder, options)
+        with claimed(out / "locks" / plan.data, wait=True):
+            prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
     return Prepared.open(folder)
 
@@ -116,13 +120,30 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
 def checkpoints(
     plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, int], Trained]:
-    """Every checkpoint of the plan for every seed, trained where it is not there yet."""
+    """Every checkpoint of the plan for every seed, trained where it is not there yet.
+
+    What another process trains meanwhile is left to it; one that waits for nothing else waits for that.
+    """
     found: dict[tuple[str, int], Trained] = {}
-    for checkpoint in plan.needed():
-        for seed in plan.seeds if checkpoint.train and checkpoint.seeded else plan.seeds[:1]:
-            found[checkpoint.name, seed] = _checkpoint(checkpoint, seed, found, plan, prepared, out, say)
-        for seed in plan.seeds:
-            found.setdefault((checkpoint.name, seed), found[checkpoint.name, plan.seeds[0]])
+    left = [(checkpoint, seed) for checkpoint in plan.needed() for seed in plan.seeds_of(checkpoint.name)]
+    alone = PartialState().num_processes == 1  # of several that train together, none may part from the others
+    wait = False
+    while left:
+        before = len(left)
+        for checkpoint, seed in list(left):
+            start = (checkpoint.train or {}).get("model")
+            if start in plan.checkpoints and (start, seed) not in found:
+                continue
+            name = f"{checkpoint.name}-{seed}"
+            with claimed(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
+                if not mine:
+                    continue
+                model = _checkpoint(checkpoint, seed, found, plan, prepared, out, say)
+            left.remove((checkpoint, seed))
+            wait = False
+            for other in (seed, *(plan.seeds if len(plan.seeds_of(checkpoint.name)) == 1 else ())):
+                found[checkpoint.name, other] = model
+        wait = len(left) == before
     return found
 
 
@@ -183,6 +204,26 @@ def _cells(
                 told += [LOOKED_AT if plan.entropy else 0, *(["fit"] if row.fit else [])]
                 key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
                 yield Cell(row, length, replace(model, seed=seed), key)
+
+
+def _groups(cells: list[Cell]) -> list[list[Cell]]:
+    """Cells of the same model under the same recipe, together."""
+    found: dict[tuple[str, str, bool], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.trained.identity, cell.row.recipe, cell.row.fit), []).append(cell)
+    return list(found.values())
+
+
+def _in_turn(groups: list[list[Cell]], out: Path) -> Iterator[Cell]:
+    """Every cell, group by group; those that another process is at come last, once it has done or left them."""
+    busy: list[list[Cell]] = []
+    for round, wait in ((groups, False), (busy, True)):
+        for group in round:
+            with claimed(out / "locks" / group[0].key, wait) as mine:
+                if mine:
+                    yield from group
+                else:
+                    busy.append(group)
 
 
 def _file(out: Path, key: str) -> Path:

@@ -21,8 +21,8 @@ WARM = 3  # steps before a graph is captured: compilation, and the optimiser's f
 class Stepper:
     """`step(batch, rate)` updates the weights and returns the loss, a tensor on the device that nobody waits for.
 
-    On a GPU the forward and backward are compiled, and with one process the whole step, optimiser included, is one CUDA
-    graph: the host has nothing to do but hand over the next batch. Several processes share a batch by rows and average
+    compile: the forward and backward. On a GPU and with one process the whole step, optimiser included, is one CUDA
+    graph, compiled or not: the host has nothing to do but hand over the next batch. Several processes share a batch by rows and average
     their gradients.
     """
 
@@ -50,7 +50,7 @@ class Stepper:
         self.loss: Callable[[Batch], Tensor] = self._loss
         if compile:  # as a function of this run's own: what is compiled for one model is of no use to the next
             self.loss = torch.compile(fresh(lambda batch: self._loss(batch)), dynamic=False)
-        self.captures = cuda and compile and accelerator.num_processes == 1
+        self.captures = cuda and accelerator.num_processes == 1
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: Batch = {}
         self.output = torch.zeros((), device=self.device)

@@ -1,4 +1,4 @@
-"""Masked-token training of GAU-α on a prepared corpus: resumable, on one process or many."""
+"""Training on a prepared corpus, GAU-α on masked tokens or a Llama on the next: resumable, on one process or many."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,25 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from isentrope.data.batches import Batches
+from isentrope.data.batches import Batches, Crops, NextTokens
 from isentrope.data.prepared import Prepared
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
+from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
-from isentrope.study.checkpoint import Log, load_state, save_state, save_tensors, write_json
+from isentrope.study.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
 from isentrope.study.place import check_model, check_tokens
 from isentrope.study.provenance import provenance
-from isentrope.study.regimen import Config
+from isentrope.study.regimen import LLAMA, Config
 from isentrope.study.step import Batch, Stepper, ahead
 from isentrope.study.watch import Watch
 
 logger = logging.getLogger("isentrope")
 DIVERGED = 3.0  # nats above the lowest loss so far
+SAVE = 60.0  # seconds between states
+COMPILES = 1 << 26  # tokens of a run that is worth half a minute of compiling
 START: dict[str, Any] = {"step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0}
 
 
@@ -68,13 +72,14 @@ class Run:
     def __init__(self, prepared: Prepared, config: Config, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
         self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
-        tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
         self.batches, self.held_out = _batches(prepared, config, tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = _identity(prepared, config, self.steps)
-        self.tokenizer = tokenizer
-        every = max(1, self.steps // 20)
-        self.evaluate_every, self.save_every = config.evaluate_every or every, config.save_every or every
+        marks = config.objective == "masked" or tokenizer.cls_token is None
+        self.tokenizer = tokenizer if marks else without_marks(tokenizer)
+        self.evaluate_every = config.evaluate_every or max(1, self.steps // 20)
+        self.best: dict[str, torch.Tensor] = {}  # weights that are not on disk yet
 
     def finished(self) -> dict[str, Any] | None:
         """What an earlier run of the same configuration said at its end; another configuration is an error."""
@@ -100,7 +105,7 @@ class Run:
         self.stepper = Stepper(
             model.train(), self.accelerator, decay=config.decay, clip=config.clip, accumulate=config.accumulate,
             bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
-            compile=cuda if config.compile is None else config.compile,
+            compile=cuda and self._long() if config.compile is None else config.compile,
         )  # fmt: skip
         progress = load_state(self.out, self.stepper.plain, self.stepper.optimizer)
         self.progress: dict[str, Any] = progress or dict(START)
@@ -119,14 +124,19 @@ class Run:
         try:
             with _signals() as caught, Watch(self.steps, first, self.main) as watch:
                 self._loop(first, log, watch, caught)
+        except Diverged:
+            self._write_best()
+            raise
         finally:
             if log is not None:
                 log.close()
             for tracker in self.accelerator.trackers:  # not `end_training`: processes have more to say to each other
                 tracker.finish()
         if self.main:
-            self._save_model("final")
+            self._write_best()
+            self._save_model("final", dict(self.stepper.plain.named_parameters()))
             self._tell(finished=True)
+            remove_states(self.out)
         self.accelerator.wait_for_everyone()
         told: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
         return told
@@ -134,7 +144,7 @@ class Run:
     def _loop(self, first: int, log: Log | None, watch: Watch, caught: list[int]) -> None:
         clex = [module for module in self.stepper.plain.modules() if isinstance(module, CLEX)]
         losses: list[torch.Tensor] = []
-        begun = time.perf_counter()
+        begun = last_saved = time.perf_counter()
         batches = ahead(self._share, first, self.steps, pin=self.accelerator.device.type == "cuda")
         for step, batch in enumerate(batches, first):
             for module in clex:  # one t for all layers
@@ -144,7 +154,9 @@ class Run:
             watch.advance(done)
             logs = done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
-            saves = done % self.save_every == 0 or done == self.steps
+            every = self.config.save_every
+            overdue = (logs or evaluates) and time.perf_counter() - last_saved > SAVE
+            saves = done % every == 0 if every else overdue
             stops = bool(caught) if self.shares == 1 else logs and self._agree(caught)
             if not (logs or evaluates or saves or stops):
                 continue
@@ -163,11 +175,13 @@ class Run:
                 self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
             begun = time.perf_counter()
-            if saves or stops:
+            if saves or stops or done == self.steps:
                 if not all(bool(x.isfinite().all()) for x in self.stepper.parameters):
                     raise self._diverged(step, "a weight is no number")
-                self.saved = done
-            if self.main and (saves or stops):
+            if (saves or stops) and done < self.steps:
+                self.saved, last_saved = done, time.perf_counter()
+            if self.main and (saves or stops) and done < self.steps:
+                self._write_best()
                 save_state(self.out, self.stepper.plain, self.stepper.optimizer, self.progress)
             if stops and done < self.steps:
                 raise Interrupted(caught[0] if caught else signal.SIGTERM, done, self.out)
@@ -219,7 +233,7 @@ class Run:
     def _keep_best(self, loss: float, done: int) -> None:
         if self.progress["best"] is None or loss < self.progress["best"]:
             self.progress |= {"best": loss, "best_step": done}
-            self._save_model("best")
+            self.best = {name: x.detach().clone() for name, x in self.stepper.plain.named_parameters()}
 
     def _agree(self, caught: list[int]) -> bool:
         """Whether any process was told to stop: all must, at the same step."""
@@ -229,14 +243,23 @@ class Run:
     def _describe_model(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         model: Any = self.stepper.plain
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]
+        if self.config.objective == "causal":
+            config.use_cache = True  # again
+        config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def _save_model(self, name: str) -> None:
-        if self.main:
-            weights = dict(self.stepper.plain.named_parameters())
-            save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
+    def _write_best(self) -> None:
+        if self.main and self.best:
+            self._save_model("best", self.best)
+            self.best = {}
+
+    def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
+
+    def _long(self) -> bool:
+        return self.steps * self.config.batch * self.config.length >= COMPILES
 
     def _tell(self, finished: bool) -> None:
         told = {
@@ -252,37 +275,68 @@ class Run:
         write_json(self.out / "train.json", told)
 
 
-def build(config: Config, tokenizer: Any) -> GAUAlphaForMaskedLM:
+def build(config: Config, tokenizer: Any) -> PreTrainedModel:
     """The model to begin with, under the recipe it is to be trained with."""
+    return _llama(config, tokenizer) if config.objective == "causal" else _gau(config, tokenizer)
+
+
+def _gau(config: Config, tokenizer: Any) -> PreTrainedModel:
     options: dict[str, Any] = {"recipe": config.recipe, "max_position_embeddings": config.length}
     if config.dropout is not None:
         options |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.dropout}
     if config.model is None:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
-    found: Any = GAUAlphaConfig.from_pretrained(check_model(config.model))
+    found: Any = _described(GAUAlphaConfig, config.model)
+    options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
+    return _loaded(GAUAlphaForMaskedLM, found, config, tokenizer, options)
+
+
+def _llama(config: Config, tokenizer: Any) -> PreTrainedModel:
+    options: dict[str, Any] = {"max_position_embeddings": config.length, "use_cache": False}
+    if config.dropout is not None:
+        options["attention_dropout"] = config.dropout
+    if config.model is not None:
+        return _loaded(LlamaForCausalLM, _described(LlamaConfig, config.model), config, tokenizer, options)
+    options |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer), "tie_word_embeddings": True}
+    options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return LlamaForCausalLM(LlamaConfig(**(options | LLAMA | (config.sizes or {}))))
+
+
+def _described(kind: type[PreTrainedConfig], model: str) -> PreTrainedConfig:
+    """The configuration of a model to start from, which must be of this kind."""
+    found = PreTrainedConfig.get_config_dict(check_model(model))[0].get("model_type", kind.model_type)
+    if found != kind.model_type:
+        raise ValueError(f"model: expected one of type {kind.model_type}, got {found} in {model}")
+    return kind.from_pretrained(model)
+
+
+def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict[str, Any]) -> PreTrainedModel:
+    """The first layers of the model that a run starts from."""
     if found.num_hidden_layers < config.layers:
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
-    options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
-    check_tokens(Path(config.model), tokenizer)
-    model: Any = GAUAlphaForMaskedLM.from_pretrained(config.model, num_hidden_layers=config.layers, **options)
+    check_tokens(Path(str(config.model)), tokenizer)
+    options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
+    model: PreTrainedModel = kind.from_pretrained(config.model, **options)
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
         raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")
-    return model.float()
+    return model
 
 
-def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Batches, Batches]:
+def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Crops, Crops]:
     """Training batches, and those of the validation loss."""
-    if tokenizer.mask_token_id is None:
-        raise ValueError("tokenizer: expected one with a mask token, got none")
-    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-    common: dict[str, Any] = {
-        "length": config.length, "size": config.batch, "mask_token": tokenizer.mask_token_id, "ordinary": ordinary,
-        "share": config.share, "crop": config.crop, "pose": config.pose,
-    }  # fmt: skip
-    train = Batches(prepared.documents("train"), seed=config.seed, **common)
-    return train, Batches(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
+    kind: type[Crops] = NextTokens
+    common: dict[str, Any] = {"length": config.length, "size": config.batch, "crop": config.crop}
+    if config.objective == "masked":
+        if tokenizer.mask_token_id is None:
+            raise ValueError("tokenizer: expected one with a mask token, got none")
+        ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        common |= {"mask_token": tokenizer.mask_token_id, "ordinary": ordinary}
+        kind, common = Batches, common | {"share": config.share, "pose": config.pose}
+    train = kind(prepared.documents("train"), seed=config.seed, **common)
+    return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
 
 
 def _identity(prepared: Prepared, config: Config, steps: int) -> str:
