@@ -58,13 +58,13 @@ def quietly() -> None:
 
 @contextmanager
 def started_again(times: int, folder: Path) -> Iterator[None]:
-    """This command, running as often beside this process; what the others say goes to FOLDER/job-2.log and so on."""
+    """This command, running as often beside this process; what the others say goes to FOLDER/2.log and so on."""
     others: list[subprocess.Popen[bytes]] = []
     try:
         for number in range(2, times + 2):
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"job-{number}.log").open("wb") as log:
-                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1"]
+            with (folder / f"{number}.log").open("wb") as log:
+                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1", "--helps"]
                 others.append(subprocess.Popen(command, stdout=log, stderr=log))
         yield
         for other in others:

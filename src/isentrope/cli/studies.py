@@ -28,7 +28,7 @@ def study_list() -> None:
 
 @study.command("run")
 def study_run(
-    plan: Annotated[str, typer.Argument(help="A plan's name (isentrope study list), or a YAML file.")],
+    names: Annotated[list[str], typer.Argument(metavar="PLAN…", help="Names (isentrope study list), or YAML files.")],
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
         "results"
     ),
@@ -39,34 +39,48 @@ def study_run(
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Training seeds in place of the plan's, such as 0,1,2.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, also on one GPU.")] = 1,
+    compile: Annotated[
+        bool | None,
+        typer.Option(help="Compile trainings; on a GPU the long ones, by default. Many jobs hide its cost."),
+    ] = None,
+    helps: Annotated[bool, typer.Option("--helps", hidden=True)] = False,
 ) -> None:
     """Train and evaluate what is missing of a plan, then print its table. Interrupted, the same command goes on.
 
     The same command may also be started several times in one folder: what one does, the others leave to it.
 
-    isentrope study run main --data data/laws --out results
+    isentrope study run main --data data/laws --out results --jobs 4
 
     accelerate launch -m isentrope.cli study run main --data data/laws --out results
     """
     with errors_in_one_line():
-        from rich.console import Console
-
-        from isentrope.report import tables
         from isentrope.study import plan as plans
 
-        if plan == "laws":
-            laws(out / "laws")
-            Console().print(tables.formulas(out / "laws" / "laws.json"))
-        elif plan == "dataset":
-            if corpus is None:
-                raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
-            from isentrope.data.prepared import Prepared
+        if corpus is None and "dataset" in names:
+            raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
+        chosen = [
+            plans.changed(plans.load(name), lengths, positions, seeds) for name in names if name not in plans.OTHERS
+        ]
+        for name in () if helps else (name for name in names if name in plans.OTHERS):
+            _show(name, out, corpus)
+        with started_again(jobs - 1, out / "jobs"):
+            failed = [plan.name for plan in chosen if not _carried_out(plan, out, corpus, compile, helps)]
+        if failed:
+            raise typer.Exit(1)
 
-            show_partition(Prepared.open(corpus).folder / "manifest.json")
-        else:
-            changed = plans.changed(plans.load(plan), lengths, positions, seeds)
-            with started_again(jobs - 1, out / changed.name):
-                _carry_out(changed, out, corpus)
+
+def _show(name: str, out: Path, corpus: Path | None) -> None:
+    """A study without cells."""
+    from rich.console import Console
+
+    from isentrope.data.prepared import Prepared
+    from isentrope.report import tables
+
+    if name == "laws":
+        laws(out / "laws")
+        Console().print(tables.formulas(out / "laws" / "laws.json"))
+    elif corpus is not None:
+        show_partition(Prepared.open(corpus).folder / "manifest.json")
 
 
 @study.command("status")
@@ -142,7 +156,8 @@ def evaluate(
     with errors_in_one_line():
         from isentrope.study import plan as plans
 
-        _carry_out(plans.single(model, recipe, lengths, positions, protocol), out, corpus)
+        if not _carried_out(plans.single(model, recipe, lengths, positions, protocol), out, corpus):
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -171,8 +186,8 @@ def report(
             typer.echo(path)
 
 
-def _carry_out(plan: Any, out: Path, corpus: Path | None) -> None:
-    """Run a plan, then write and show what came out; exit code 1 where a cell failed."""
+def _carried_out(plan: Any, out: Path, corpus: Path | None, compile: bool | None = None, helps: bool = False) -> bool:
+    """Run a plan, then write and show what came out; whether no cell failed."""
     from rich.console import Console
 
     from isentrope.report.curves import curves
@@ -183,11 +198,11 @@ def _carry_out(plan: Any, out: Path, corpus: Path | None) -> None:
 
     quietly()
     try:
-        told = run(plan, out, corpus, lambda words: typer.echo(words, err=True))
+        told = run(plan, out, corpus, lambda words: typer.echo(words, err=True), compile, helps)
     except Interrupted as stopped:
         typer.echo(f"isentrope: {stopped}", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    if is_main():
+    if is_main() and not helps:
         folder = out / plan.name
         curves(folder)
         write(folder)
@@ -197,4 +212,4 @@ def _carry_out(plan: Any, out: Path, corpus: Path | None) -> None:
             typer.echo(
                 f"isentrope: {told['failed']} of {told['cells']} cells failed: {folder / 'results.jsonl'}", err=True
             )
-            raise typer.Exit(1)
+    return helps or not told["failed"]

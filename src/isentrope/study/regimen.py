@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PRECISIONS = ("auto", "bf16", "fp32")
+HOW = ("compile", "log_every", "save_every")  # settings that leave a run what it is
 # what may be said of a new model's sizes: GAU-α for masked tokens, Llama for the next one
 SIZES = {
     "masked": ("hidden_size", "intermediate_size", "attention_key_size"),
@@ -99,7 +100,7 @@ class Config:
 
 # starting points; every field may be set beside them
 PRESETS: dict[str, dict[str, Any]] = {
-    "pretrain": {"length": 512, "steps": 3500, "rate": 1e-3, "dropout": 0.0},
+    "pretrain": {"length": 512, "steps": 3500, "rate": 1e-3},
     "train": {"length": 64, "steps": 1500, "rate": 2e-4},
     "finetune": {"length": 64, "steps": 1000, "rate": 1e-4},
     "paper": {"length": 64, "epochs": 400.0, "rate": 2e-5, "crop": "first"},

@@ -36,7 +36,7 @@ from isentrope.study.plan import Checkpoint, Plan, Row
 from isentrope.study.prepare import Options, prepare
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
-from isentrope.study.regimen import configured
+from isentrope.study.regimen import HOW, configured
 from isentrope.study.train import Diverged, train
 
 FORMAT = 1  # of cells: raised when a change of the code changes their numbers
@@ -65,11 +65,21 @@ class Cell:
     key: str
 
 
-def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Do what is missing of a plan and write `out/PLAN/results.jsonl`; returns how many cells are there and failed."""
+def run(
+    plan: Plan,
+    out: Path,
+    data: str | Path | None = None,
+    say: Callable[[str], None] = print,
+    compile: bool | None = None,
+    helps: bool = False,
+) -> dict[str, Any]:
+    """Do what is missing of a plan and write `out/PLAN/results.jsonl`; returns how many cells are there and failed.
+
+    helps: leave to another process what it is at, and the writing.
+    """
     state = PartialState()
     prepared = _corpus(plan, out, data)
-    trained = checkpoints(plan, prepared, out, say)
+    trained = checkpoints(plan, prepared, out, say, compile)
     dtype = place(state.device.type)[1]
     cells = list(_cells(plan, prepared, trained, dtype))
     if state.is_main_process:
@@ -78,12 +88,12 @@ def run(plan: Plan, out: Path, data: str | Path | None = None, say: Callable[[st
     study = _Evaluation(plan, prepared, out, state.device, dtype)
     groups = _groups(cells)
     # shared out before looking what is there: processes may look at different moments
-    mine = _in_turn(groups[state.process_index :: state.num_processes], out)
+    mine = _in_turn(groups[state.process_index :: state.num_processes], out, helps)
     for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
         if not _done(out, cell.key):
             study.measure(cell)
     state.wait_for_everyone()
-    if state.is_main_process:
+    if state.is_main_process and not helps:
         _assemble(plan, prepared, trained, cells, out)
     state.wait_for_everyone()
     return status(plan, out)
@@ -118,7 +128,7 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
 
 
 def checkpoints(
-    plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None]
+    plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None], compile: bool | None = None
 ) -> dict[tuple[str, int], Trained]:
     """Every checkpoint of the plan for every seed, trained where it is not there yet.
 
@@ -138,7 +148,7 @@ def checkpoints(
             with claimed(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
                 if not mine:
                     continue
-                model = _checkpoint(checkpoint, seed, found, plan, prepared, out, say)
+                model = _checkpoint(checkpoint, seed, found, prepared, out, say, compile)
             left.remove((checkpoint, seed))
             wait = False
             for other in (seed, *(plan.seeds if len(plan.seeds_of(checkpoint.name)) == 1 else ())):
@@ -151,10 +161,10 @@ def _checkpoint(
     checkpoint: Checkpoint,
     seed: int,
     found: dict[tuple[str, int], Trained],
-    plan: Plan,
     prepared: Prepared,
     out: Path,
     say: Callable[[str], None],
+    compile: bool | None,
 ) -> Trained:
     if checkpoint.train is None:
         folder = Path(str(SHIPPED / checkpoint.shipped)) if checkpoint.shipped else Path(str(checkpoint.path))
@@ -171,9 +181,11 @@ def _checkpoint(
         if start.why:
             return Trained(checkpoint.name, seed, out, f"without {start.identity}", start.why)
         options["model"] = str(start.folder)
-    config = configured(options.pop("preset", "train"), seed=seed if checkpoint.seeded else 0, **options)
+    options |= {"seed": seed if checkpoint.seeded else 0, "compile": compile}
+    config = configured(options.pop("preset", "train"), **options)
     # named by how it comes about, with its start by content and not by place
-    recipe = json.dumps([asdict(config) | {"model": start.identity if start else config.model}, _data(prepared)])
+    told = {key: value for key, value in asdict(config).items() if key not in HOW}
+    recipe = json.dumps([told | {"model": start.identity if start else config.model}, _data(prepared)])
     identity = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = out / "checkpoints" / f"{checkpoint.name}-{identity}"
     if not (folder / "final" / "model.safetensors").exists():
@@ -214,10 +226,10 @@ def _groups(cells: list[Cell]) -> list[list[Cell]]:
     return list(found.values())
 
 
-def _in_turn(groups: list[list[Cell]], out: Path) -> Iterator[Cell]:
+def _in_turn(groups: list[list[Cell]], out: Path, helps: bool) -> Iterator[Cell]:
     """Every cell, group by group; those that another process is at come last, once it has done or left them."""
     busy: list[list[Cell]] = []
-    for round, wait in ((groups, False), (busy, True)):
+    for round, wait in ((groups, False),) if helps else ((groups, False), (busy, True)):
         for group in round:
             with claimed(out / "locks" / group[0].key, wait) as mine:
                 if mine:

@@ -22,8 +22,8 @@ class Stepper:
     """`step(batch, rate)` updates the weights and returns the loss, a tensor on the device that nobody waits for.
 
     compile: the forward and backward. On a GPU and with one process the whole step, optimiser included, is one CUDA
-    graph, compiled or not: the host has nothing to do but hand over the next batch. Several processes share a batch by rows and average
-    their gradients.
+    graph, compiled or not: the host has nothing to do but hand over the next batch. Several processes share a batch by
+    rows and average their gradients.
     """
 
     def __init__(

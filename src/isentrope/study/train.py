@@ -29,14 +29,14 @@ from isentrope.positions import CLEX
 from isentrope.study.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
 from isentrope.study.place import check_model, check_tokens
 from isentrope.study.provenance import provenance
-from isentrope.study.regimen import LLAMA, Config
+from isentrope.study.regimen import HOW, LLAMA, Config
 from isentrope.study.step import Batch, Stepper, ahead
 from isentrope.study.watch import Watch
 
 logger = logging.getLogger("isentrope")
 DIVERGED = 3.0  # nats above the lowest loss so far
 SAVE = 60.0  # seconds between states
-COMPILES = 1 << 26  # tokens of a run that is worth half a minute of compiling
+COMPILES = 1 << 25  # tokens of a run that is worth half a minute of compiling
 START: dict[str, Any] = {"step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0}
 
 
@@ -90,7 +90,7 @@ class Run:
         if told["identity"] != self.identity:
             differing = [
                 name for name, value in json.loads(json.dumps(asdict(self.config))).items()
-                if told["config"].get(name) != value
+                if told["config"].get(name) != value and name not in HOW
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
         return told if told["finished"] else None
@@ -175,12 +175,12 @@ class Run:
                 self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
             begun = time.perf_counter()
-            if saves or stops or done == self.steps:
-                if not all(bool(x.isfinite().all()) for x in self.stepper.parameters):
-                    raise self._diverged(step, "a weight is no number")
-            if (saves or stops) and done < self.steps:
+            last, saves = done == self.steps, (saves or stops) and done < self.steps
+            if (saves or last) and not all(bool(x.isfinite().all()) for x in self.stepper.parameters):
+                raise self._diverged(step, "a weight is no number")
+            if saves:
                 self.saved, last_saved = done, time.perf_counter()
-            if self.main and (saves or stops) and done < self.steps:
+            if self.main and saves:
                 self._write_best()
                 save_state(self.out, self.stepper.plain, self.stepper.optimizer, self.progress)
             if stops and done < self.steps:
@@ -341,7 +341,7 @@ def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Crops,
 
 def _identity(prepared: Prepared, config: Config, steps: int) -> str:
     """A hash of all that the weights depend on."""
-    told = {key: value for key, value in asdict(config).items() if key != "log_every"}
+    told = {key: value for key, value in asdict(config).items() if key not in HOW}
     weights = Path(config.model or "") / "model.safetensors"
     if weights.is_file():  # what it starts from, not where that lies
         told["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()
