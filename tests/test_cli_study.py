@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,19 @@ def test_status_says_how_far_it_is(study):
     assert "8 of 8 cells done, 0 failed, 0 missing" in result.stdout
     result = tell("study", "status", folder / "mine.yaml", "--out", folder / "nowhere", "--json")
     assert json.loads(result.stdout) == {"plan": "mine", "cells": 8, "done": 0, "failed": 0}
+
+
+@pytest.mark.slow
+def test_several_jobs_give_the_same_results(study, corpus, tmp_path):
+    folder, _ = study
+    words = ("study", "run", folder / "mine.yaml", "--data", corpus, "--out", tmp_path, "--jobs", 2)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "isentrope.cli", *map(str, words)], env=environment, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine" / "results.jsonl").read_text() == (folder / "mine" / "results.jsonl").read_text()
+    assert "Traceback" not in (tmp_path / "jobs" / "2.log").read_text()
 
 
 def test_what_a_command_line_changes(study, corpus):

@@ -346,9 +346,10 @@ def test_claims_have_the_papers_numbers_beside_them(
     tmp_path: Path, this: str, than: list[str], metric: str, source: str, verdict: str, told: str
 ) -> None:
     text = claim("…", ("GAU-α", this), *(("GAU-α", other) for other in than), metric=metric) | {"source": source}
-    paper = judge(ablation(tmp_path, claims=[text]))[0]["paper"]
+    found = judge(ablation(tmp_path, claims=[text]))[0]
+    paper = found["paper"]
     assert (paper["source"], paper["verdict"]) == ("table 4.5", verdict) and paper["words"].startswith(told)
-    assert ("interval of the difference" in paper["words"]) == ("here" in told)
+    assert ("interval of the difference" in found["words"]) == ("here" in told)
     assert [number["variant"] for number in paper["numbers"]] == [*than, this]
     assert told.replace(">", "&gt;").replace("<", "&lt;") in page.page(tmp_path).read_text(encoding="utf-8")
 

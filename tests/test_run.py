@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from isentrope.data.prepared import Prepared
+from isentrope.files import claimed
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.recipe import Recipe
 from isentrope.study import plan as plans
 from isentrope.study import run as study
 from isentrope.study.evaluate import Protocol, evaluate
 from isentrope.study.fit import set_temperature
-from isentrope.study.run import run, status
+from isentrope.study.run import checkpoints, run, status
 from isentrope.temperatures import Fitted
 from tests.small import make_corpus
 
@@ -247,3 +248,38 @@ def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
 def test_without_a_corpus(plan, tmp_path):
     with pytest.raises(ValueError, match="--data"):
         run(plan, tmp_path)
+
+
+def test_what_another_process_is_at_is_left_to_it(plan, corpus, done, tmp_path, monkeypatch):
+    shutil.copytree(done, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "cells")
+    seen = counting(monkeypatch)
+    key = rows(done)[0]["key"]  # the first of its row: 16, 64 and 4000 tokens
+    with claimed(tmp_path / "out" / "locks" / key):
+        told = run(plan, tmp_path / "out", corpus, lambda words: None, helps=True)
+    assert len(seen) == 21 and told["done"] == 14
+    run(plan, tmp_path / "out", corpus, lambda words: None)
+    assert len(seen) == 21 + 3 + 7  # the row that was left, and again what failed
+    assert rows(tmp_path / "out") == rows(done)
+
+
+def test_a_training_that_another_process_is_at_comes_last(plan, corpus, tmp_path):
+    said = []
+    file = claimed(tmp_path / "locks" / "dot-0")
+    file.__enter__()
+
+    def say(words):
+        said.append(words)
+        if words == "training cosine, seed 1":  # the last but the one that is being waited for
+            file.__exit__(None, None, None)
+
+    checkpoints(plan, Prepared.open(corpus), tmp_path, say)
+    names = ["base, seed 0", "dot, seed 1", "cosine, seed 0", "cosine, seed 1", "dot, seed 0"]
+    assert said == [f"training {name}" for name in names]
+
+
+def test_a_claim_is_one_process_at_a_time(tmp_path):
+    with claimed(tmp_path / "a") as mine, claimed(tmp_path / "a") as theirs, claimed(tmp_path / "b") as other:
+        assert mine and not theirs and other
+    with claimed(tmp_path / "a") as mine:
+        assert mine

@@ -937,3 +937,11 @@ def test_losses_of_a_run_that_has_not_begun(four, tmp_path):
     (tmp_path / "train.json").write_text((four[0] / "train.json").read_text())
     (tmp_path / "log.jsonl").touch()
     assert_one_line(tell("losses", tmp_path, "--out", tmp_path / "losses"), 2, "expected losses, got none yet")
+
+
+def test_fine_tuning_draws_batches_of_its_own(corpus):
+    prepared = Prepared.open(corpus)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
+    runs = [configured(name, steps=2, length=16) for name in ("train", "finetune")]
+    one, other = (study._batches(prepared, config, tokenizer)[0][0] for config in runs)
+    assert not torch.equal(one["input_ids"], other["input_ids"])

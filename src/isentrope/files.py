@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ def complete(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
         partial.unlink(missing_ok=True)
 
 

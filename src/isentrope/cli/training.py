@@ -40,9 +40,15 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Decides everything random.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Parts that a batch is worked through in.")] = None,
-    compile: Annotated[bool | None, typer.Option(help="Compile the step; on a GPU unless told otherwise.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between saved states; a twentieth by default.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between validation losses; likewise.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile the step; on a GPU where the run is long, by default.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between saved states; once a minute by default.")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Steps between validation losses; a twentieth of the run by default.")
+    ] = None,
     track: Annotated[list[str], typer.Option(help="tensorboard, wandb; several times for both.")] = ["tensorboard"],  # noqa: B006
 ) -> None:
     """Train GAU-α on masked tokens, or a small Llama on the next one, or go on with a run that was interrupted.

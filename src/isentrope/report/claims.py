@@ -50,15 +50,27 @@ def _better(grid: Grid, claim: dict[str, Any]) -> Verdict:
     beaten = [None if (o := values[other]) is None or mine is None else _beats(mine, o, metric) for other in others]
     verdict = FAILS if False in beaten else OPEN if None in beaten else HOLDS
     # the comparisons that decide: those lost where one is lost, else all
-    deciding = [values[other] for other, won in zip(others, beaten, strict=True) if verdict == HOLDS or won is False]
-    within = verdict != OPEN and any(mine is not None and o is not None and mine.overlaps(o) for o in deciding)
+    deciding = [other for other, won in zip(others, beaten, strict=True) if verdict == HOLDS or won is False]
+    within = verdict != OPEN and any(_within(grid, this, other, length, metric) for other in deciding)
     against = ", ".join(f"{_words(grid, row, length, metric, values[row])}" for row in others)
     words = (
         f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, mine)} against {against}"
         if mine is not None or any(values.values())
         else f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, None)}, nor what it is compared with"
     )
+    changes = [grid.difference(other, this, length, metric) for other in others]
+    ends = [" to ".join(signed(end, metric) for end in change) for change in changes if change]
+    words += f"; 95 % interval of the difference {' and '.join(ends)}" if ends else ""
     return {"verdict": verdict, "within_intervals": within, "words": words, "numbers": numbers}
+
+
+def _within(grid: Grid, this: Row, other: Row, length: int, metric: str) -> bool:
+    """Whether the difference may be none: document by document, or where they share too few by their intervals."""
+    change = grid.difference(other, this, length, metric)
+    if change is not None:
+        return change[0] <= 0 <= change[1]
+    mine, theirs = grid.value(this, length, metric), grid.value(other, length, metric)
+    return mine is not None and theirs is not None and mine.overlaps(theirs)
 
 
 def _best_grows(grid: Grid, claim: dict[str, Any]) -> Verdict:
@@ -105,9 +117,6 @@ def _better_in_paper(grid: Grid, claim: dict[str, Any]) -> Verdict | None:
     ours = [grid.value(*place, metric) for place in places]
     if all(ours):
         told["words"] += f"; here {_arrow([number(value.mean, metric) for value in ours if value])}"
-        changes = [grid.difference(other, this, length, metric) for other in others]
-        ends = [" to ".join(signed(end, metric) for end in change) for change in changes if change]
-        told["words"] += f", 95 % interval of the difference {' and '.join(ends)}" if ends else ""
     return told
 
 

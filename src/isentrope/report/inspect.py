@@ -47,8 +47,8 @@ class Look:
     @property
     def title(self) -> str:
         """The CosScale, where there is one; else the recipe."""
-        theory = self.data["theory"]
-        return self.data["recipe"]["text"] if theory is None else f"CosScale {theory['alpha']:g}"
+        theory, text = self.data["theory"], self.data["recipe"]["text"]
+        return text if theory is None else f"CosScale {theory['alpha']:g}" + (", windowed" if "window:" in text else "")
 
     @property
     def caption(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ class Config:
     model: a folder or hub name to start from; None starts from random weights with `sizes` (any of `SIZES`).
     recipe: what attention follows, as text. pose: draw positions up to this length (PoSE).
     steps, or epochs over the documents: one of them. dropout: in place of the model's own.
+    stage: other batches from the same seed, for a run that goes on with the weights of another.
     validation: crops that the validation loss is measured on. compile: None where a run is long enough to repay it.
     evaluate_every: in steps; 0 for a twentieth of the run. save_every: likewise; 0 for once a minute.
     """
@@ -46,6 +48,7 @@ class Config:
     crop: str = "random"
     dropout: float | None = None
     seed: int = 0
+    stage: int = 0
     precision: str = "auto"
     accumulate: int = 1
     compile: bool | None = None
@@ -66,7 +69,7 @@ class Config:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if not (self.rate > 0 and math.isfinite(self.rate)) or not 0 <= self.warmup < 1:
             raise ValueError(f"rate, warmup: expected above 0, and in [0, 1), got {self.rate} and {self.warmup}")
-        for name in ("decay", "clip", "evaluate_every", "save_every", "seed"):
+        for name in ("decay", "clip", "evaluate_every", "save_every", "seed", "stage"):
             if not 0 <= getattr(self, name) < 1 << 62:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -91,6 +94,13 @@ class Config:
         if hidden % (2 * heads):
             raise ValueError(f"sizes: expected heads of an even size, got hidden_size={hidden} for {heads} heads")
 
+    @property
+    def batch_seed(self) -> int:
+        """What batches are drawn by."""
+        if not self.stage:
+            return self.seed
+        return int.from_bytes(hashlib.sha256(f"{self.seed} {self.stage}".encode()).digest()[:8])
+
     def learning_rate(self, step: int, steps: int) -> float:
         """Of step 0 … steps - 1: up in a straight line over the first `warmup` of them, then down to 0."""
         rise = max(1, round(self.warmup * steps))
@@ -102,9 +112,9 @@ class Config:
 PRESETS: dict[str, dict[str, Any]] = {
     "pretrain": {"length": 512, "steps": 3500, "rate": 1e-3},
     "train": {"length": 64, "steps": 1500, "rate": 2e-4},
-    "finetune": {"length": 64, "steps": 1000, "rate": 1e-4},
+    "finetune": {"length": 64, "steps": 1000, "rate": 1e-4, "stage": 1},
     "paper": {"length": 64, "epochs": 400.0, "rate": 2e-5, "crop": "first"},
-    "paper-finetune": {"length": 64, "epochs": 100.0, "rate": 2e-5, "crop": "first"},
+    "paper-finetune": {"length": 64, "epochs": 100.0, "rate": 2e-5, "crop": "first", "stage": 1},
     "causal": {"objective": "causal", "length": 256, "steps": 4000, "batch": 64, "rate": 1e-3, "dropout": 0.0},
 }
 # what the paper trains or fine-tunes a model for: its recipe, and the length PoSE draws positions up to

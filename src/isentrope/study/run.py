@@ -342,11 +342,16 @@ def _assemble(
         "seeds": plan.seeds, "metrics": ["ppl", "acc"], "layout": "methods", "rows": [asdict(row) for row in plan.rows],
         "claims": plan.claims, "notes": plan.notes,
         "data": {
-            "name": manifest["source"]["name"], "fingerprint": manifest["source"]["fingerprint"],
+            "name": _name(manifest["source"]), "fingerprint": manifest["source"]["fingerprint"],
             "partition": _data(prepared), "documents": len(manifest["documents"]), "statistics": manifest["statistics"],
         },
         "checkpoints": _told(trained), "run": provenance(),
     })  # fmt: skip
+
+
+def _name(source: dict[str, Any]) -> str:
+    """A corpus' name: of files, without where they lie."""
+    return Path(source["name"]).name if source["kind"] == "files" else str(source["name"])
 
 
 def _peak(device: torch.device) -> int:
@@ -368,6 +373,8 @@ def _told(trained: dict[tuple[str, int], Trained]) -> dict[str, Any]:
         if path.exists():
             told = json.loads(path.read_text(encoding="utf-8"))
             row |= {key: told[key] for key in ("config", "best", "seconds")}
+            if (start := Path(told["config"]["model"] or "")).is_absolute():  # whose place means nothing elsewhere
+                row["config"]["model"] = start.parent.name
             row["log"] = read_log(path.with_name("log.jsonl"))
             found[label] = row
     return found

@@ -105,7 +105,7 @@ class Run:
         self.stepper = Stepper(
             model.train(), self.accelerator, decay=config.decay, clip=config.clip, accumulate=config.accumulate,
             bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
-            compile=cuda and self._long() if config.compile is None else config.compile,
+            compile=self._compiles(model, cuda),
         )  # fmt: skip
         progress = load_state(self.out, self.stepper.plain, self.stepper.optimizer)
         self.progress: dict[str, Any] = progress or dict(START)
@@ -258,8 +258,11 @@ class Run:
     def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
         save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
 
-    def _long(self) -> bool:
-        return self.steps * self.config.batch * self.config.length >= COMPILES
+    def _compiles(self, model: torch.nn.Module, cuda: bool) -> bool:
+        if any(isinstance(module, CLEX) for module in model.modules()):
+            return False  # its integration unrolls into thousands of operations: minutes
+        tokens = self.steps * self.config.batch * self.config.length
+        return cuda and tokens >= COMPILES if self.config.compile is None else self.config.compile
 
     def _tell(self, finished: bool) -> None:
         told = {
@@ -335,7 +338,7 @@ def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Crops,
         ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
         common |= {"mask_token": tokenizer.mask_token_id, "ordinary": ordinary}
         kind, common = Batches, common | {"share": config.share, "pose": config.pose}
-    train = kind(prepared.documents("train"), seed=config.seed, **common)
+    train = kind(prepared.documents("train"), seed=config.batch_seed, **common)
     return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
 
 

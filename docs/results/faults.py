@@ -1,7 +1,8 @@
-"""ReRoPE with two faults that its published bidirectional implementations have had, beside ReRoPE as it is meant.
+"""ReRoPE and PI with faults that published implementations have had, beside both as they are meant.
 
-    python docs/results/rerope_faults.py MODEL CORPUS [--positions 128] [--out rerope_faults.json]
+    python docs/results/faults.py MODEL CORPUS [--positions 128] [--out faults.json]
 
+multiplied: positions times PI's factor, in place of divided by it.
 unturned: far keys meet the query at distance +w whether they lie before it or after it.
 unpermuted: where rotating also sorts a vector's entries (pairs interleaved, then concatenated, as in GAU-α), far
 queries are rotated and sorted, and far keys, which need no rotation, are not sorted.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer
 
 from isentrope.data.prepared import Prepared
 from isentrope.models import GAUAlphaForMaskedLM
-from isentrope.positions import ReRoPE
+from isentrope.positions import PI, ReRoPE
 from isentrope.study.checkpoint import write_json
 from isentrope.study.evaluate import Protocol, evaluate, summary
 from isentrope.study.place import place
@@ -28,6 +29,11 @@ from isentrope.study.provenance import provenance
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 attention = importlib.import_module("isentrope.attention")  # the module, not the function of that name
 fold = attention.fold
+
+
+class Multiplied(PI):
+    def frequencies(self, head_dim, length, dtype, device):
+        return super().frequencies(head_dim, length, dtype, device) * self.factor**2
 
 
 class Unturned(ReRoPE):
@@ -48,30 +54,33 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--positions", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("rerope_faults.json"))
+    parser.add_argument("--out", type=Path, default=Path("faults.json"))
     options = parser.parse_args()
     prepared = Prepared.open(options.corpus)
     hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
     mask = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
     device, dtype = place("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for name, position, folds in (
-        ("as meant", ReRoPE, fold), ("unturned", Unturned, fold), ("unpermuted", ReRoPE, unpermuted),
-        ("both faults", Unturned, unpermuted),
+    for name, text, position, folds in (
+        ("ReRoPE", "rerope:window=64", ReRoPE, fold), ("ReRoPE unturned", "rerope:window=64", Unturned, fold),
+        ("ReRoPE unpermuted", "rerope:window=64", ReRoPE, unpermuted),
+        ("ReRoPE with both", "rerope:window=64", Unturned, unpermuted),
+        ("PI", "pi:factor=4", PI, fold), ("PI multiplied", "pi:factor=4", Multiplied, fold),
     ):  # fmt: skip
         for law in ("", "+infoscale:count=sequence"):
-            model = GAUAlphaForMaskedLM.from_pretrained(options.model, recipe=f"rerope:window=64{law}", dtype=dtype)
+            model = GAUAlphaForMaskedLM.from_pretrained(options.model, recipe=text + law, dtype=dtype)
             for layer in model.gau_alpha.encoder.layer:
                 meant = layer.gau.recipe
-                layer.gau.recipe = replace(meant, position=position(64, layout=meant.position.layout))
+                part = position(*astuple(meant.position)[-1:], layout=meant.position.layout)
+                layer.gau.recipe = replace(meant, position=part)
             model.to(device).eval()
             attention.fold = folds
             for length in LENGTHS:
                 protocol = Protocol(positions=options.positions)
                 scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)
                 rows.append({"what": name, "law": law.strip("+"), "length": length} | summary(scores))
-                print(f"{name:12s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)
-    write_json(options.out, {"rows": rows, "run": provenance()})
+                write_json(options.out, {"rows": rows, "run": provenance()})
+                print(f"{name:18s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)
 
 
 if __name__ == "__main__":
