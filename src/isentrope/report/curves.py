@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
 from isentrope.report.figures import COLOURS, DASHES, GREY, INK, RC, save
 from isentrope.report.published import FLOOR, Beside
@@ -72,6 +72,8 @@ def _panels(plan: dict[str, Any], rows: list[dict[str, Any]], metric: str, word:
             axes.set_title("" if together else group[0][0])
             if metric == "ppl":
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(LogFormatter())  # 20, not 2 × 10¹
+                axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         _frame(grid, len(groups), word)
         (grid[0][0] if together else grid.flat[0]).legend(frameon=False, fontsize=8)
         return figure
