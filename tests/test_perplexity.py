@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from math import exp
+from dataclasses import replace
+from io import StringIO
+from math import exp, log
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.data.corpus import Document
+from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import figures, tables
 from isentrope.study import perplexity
 from isentrope.study.perplexity import Config, Text, run, summary, token_losses
@@ -67,7 +71,7 @@ def test_rows_are_means_over_texts_and_buckets(tmp_path):
 
 def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch):
     whole = json.loads(run(llama(), "tiny", texts(), CONFIG, tmp_path / "whole").read_text())
-    real, count = perplexity._cell, 0
+    real, count = perplexity.cell, 0
 
     def fails_at_the_fifth(*args):
         nonlocal count
@@ -76,7 +80,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(perplexity, "_cell", fails_at_the_fifth)
+    monkeypatch.setattr(perplexity, "cell", fails_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         run(llama(), "tiny", texts(), CONFIG, tmp_path / "cut")
     assert len(json.loads((tmp_path / "cut" / "perplexity.json").read_text())["cells"]) == 4
@@ -144,3 +148,33 @@ def test_table_and_figure(tmp_path):
     results = run(llama(), "tiny", texts(), CONFIG, tmp_path)
     assert tables.perplexity(results).row_count == 3
     assert all(path.stat().st_size > 1000 for path in figures.perplexity(results))
+
+
+def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
+    """The text is "é" and others in turn, a token each: three bytes for two tokens."""
+    model = llama()
+    model.config.max_position_embeddings = 64
+    given = [replace(text, ends=tuple((3 * i + 3) // 2 for i in range(120))) for text in texts()]
+    recipes = ("plain", "rerope:window=8", "rerope:window=64")
+    data = json.loads(run(model, "tiny", given, Config(recipes, (0, 32, 64, 100)), tmp_path).read_text())
+    plain = data["rows"][0]
+    losses = [token_losses(model, torch.tensor(text.tokens[:100])) for text in given]
+    expected = sum(loss[31:63].double().sum() for loss in losses) / log(2) / (3 * 48)
+    assert plain["bits_per_byte"][1] == pytest.approx(float(expected), rel=1e-6)
+    changed, same = data["inside"]
+    with ise.extended(model, recipes[1]):
+        other = [token_losses(model, torch.tensor(text.tokens[:100])) for text in given]
+    mean = sum((a - b)[:63].double().mean() for a, b in zip(other, losses, strict=True)) / 3
+    assert changed["percent"] == pytest.approx(100 * (exp(mean) - 1), rel=1e-3) and same["percent"] == 0
+    shown = Console(width=120, force_terminal=True, file=StringIO())
+    shown.print(tables.perplexity(tmp_path / "perplexity.json"))
+    assert ("\x1b[31m" in shown.file.getvalue()) == (changed["percent"] > 0.5)
+
+
+def test_where_tokens_end_in_bytes(tmp_path):
+    text = "aé漢😀b" * 20
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    folder = tmp_path / "tokenizer"
+    without_marks(character_tokenizer([text], 20)).save_pretrained(folder)
+    (found,) = perplexity.read([tmp_path / "a.txt"], str(folder), None, 50, 1)
+    assert found.ends[:5] == (1, 3, 6, 10, 11) and found.ends[-1] == len(text[:50].encode())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def complete(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the name `path` once all is written and vanishes if that fails."""
+    """A path to write to, a file or a folder, which takes the name `path` once all is written and else vanishes."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial

@@ -1,6 +1,6 @@
 """The `isentrope` command: one subcommand, one function."""
 
-from isentrope.cli import corpora, looking, studies, training
+from isentrope.cli import corpora, fitting, looking, studies, training
 from isentrope.cli.base import app
 
-__all__ = ["app", "corpora", "looking", "studies", "training"]
+__all__ = ["app", "corpora", "fitting", "looking", "studies", "training"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line
+from isentrope.cli.base import app, errors_in_one_line, quietly
 
 
 @app.command()
@@ -72,6 +72,64 @@ def perplexity(
         Console().print(tables.perplexity(results))
         for path in (results, *figures.perplexity(results)):
             typer.echo(path)
+
+
+@app.command()
+def retrieval(
+    model: Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")],
+    recipe: Annotated[
+        list[str], typer.Option(help="Recipes to compare; 'plain' is the model as it is. Give it several times.")
+    ],
+    tasks: Annotated[
+        str, typer.Option(help="Of passkey, needle, multikey, multivalue, variables, words; commas between.")
+    ] = "passkey,needle",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of an example, with its question and answer.")
+    ] = "1024,2048,4096",
+    depths: Annotated[
+        str, typer.Option(help="Percent of the text before what is asked for (passkey, needle, multikey).")
+    ] = "0,25,50,75,100",
+    examples: Annotated[int, typer.Option(help="Examples for each task, length and depth.")] = 4,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Files to hide it in; without, a few plain sentences again and again.")
+    ] = None,
+    chat: Annotated[
+        bool | None, typer.Option(help="Ask in the tokenizer's chat template; by default where it has one.")
+    ] = None,
+    score: Annotated[
+        str, typer.Option(help="both: also what the model says; forced: the answer's likelihood.")
+    ] = "both",
+    seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for retrieval.json and heatmaps.")] = Path("results/retrieval"),
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
+) -> None:
+    """What a model finds again in long texts, under one recipe after another. What is already measured is kept.
+
+    isentrope retrieval MODEL --recipe plain --recipe rerope:window=4096+infoscale --lengths 4096,8192,16384
+
+    isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
+    """
+    with errors_in_one_line():
+        from rich.console import Console
+
+        from isentrope.report import retrieval as report
+        from isentrope.study import retrieval as study
+        from isentrope.study.perplexity import load, load_tokenizer
+
+        config = study.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
+        quietly()
+        haystack = study.read(text or [])
+        loaded = load(model, device, dtype, gguf_file)
+        prompts = study.Prompts.of(load_tokenizer(model, gguf_file), chat)
+        results, failed = study.run(loaded, Path(model).name, prompts, haystack, config, out)
+        Console().print(report.table(results))
+        for path in (results, *report.heatmaps(results)):
+            typer.echo(path)
+        if failed:
+            typer.echo(f"isentrope: {failed} cells failed: {results}", err=True)
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -56,6 +56,9 @@ def study_run(
     with errors_in_one_line():
         from isentrope.study import plan as plans
 
+        if decoders := _decoders(names, lengths, positions, seeds, jobs):
+            failed = [plan.name for plan in decoders if not _compared(plan, out)]
+            raise typer.Exit(1 if failed else 0)
         if corpus is None and "dataset" in names:
             raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
         chosen = [
@@ -67,6 +70,38 @@ def study_run(
             failed = [plan.name for plan in chosen if not _carried_out(plan, out, corpus, compile, helps)]
         if failed:
             raise typer.Exit(1)
+
+
+def _decoders(names: list[str], *others: Any) -> list[Any]:
+    """Plans for causal models, where the names are files with such plans."""
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
+    if not files:
+        return []
+    from isentrope.study.decoders import load
+
+    found = [plan for file in files if (plan := load(file)) is not None]
+    if found and (len(found) < len(names) or others != (None, None, None, 1)):
+        raise ValueError("plans for decoders: expected them alone, without --lengths, --positions, --seeds and --jobs")
+    return found
+
+
+def _compared(plan: Any, out: Path) -> bool:
+    """Carry out a plan for a causal model, then show its recipes in order; whether no cell failed."""
+    from rich.console import Console
+
+    from isentrope.report import figures, leaderboard, retrieval
+    from isentrope.study.decoders import run
+
+    quietly()
+    folder, failed = run(plan, out)
+    drawn = [*leaderboard.write(folder), *figures.perplexity(folder / "perplexity.json")]
+    if (found := folder / "retrieval.json").exists():
+        Console().print(retrieval.table(found))
+        drawn += retrieval.heatmaps(found)
+    Console().print(leaderboard.table(folder))
+    for path in drawn:
+        typer.echo(path)
+    return not failed
 
 
 def _show(name: str, out: Path, corpus: Path | None) -> None:

@@ -21,6 +21,7 @@ STYLE: dict[str, Any] = {
 }
 # lengths a table shows, so that it fits 80 columns; the results file has them all
 SHOWN = 4
+DEGRADED = 0.5  # per cent of perplexity inside the training length that a recipe may cost
 
 
 def laws(results: Path) -> Table:
@@ -74,19 +75,32 @@ def perplexity(results: Path) -> Table:
     data = json.loads(results.read_text(encoding="utf-8"))
     edges = data["config"]["edges"]
     texts = max(row["texts"] for row in data["rows"])
+    inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
     table = Table(
         title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
-        caption="The best recipe of each bucket is bold.",
+        caption="The best recipe of each bucket is bold."
+        + (" Inside: change inside the training length, red where it costs more than 0.5 %." if inside else ""),
         **STYLE,
     )
     table.add_column("recipe")
     for low, high in pairwise(edges):
-        table.add_column(f"{_thousands(low)}–{_thousands(high)}", justify="right")
+        table.add_column(f"{thousands(low)}–{thousands(high)}", justify="right")
+    if inside:
+        table.add_column("inside", justify="right")
     best = [min(values) for values in zip(*(row["perplexity"] for row in data["rows"]), strict=True)]
     for row in data["rows"]:
         pairs = zip(row["perplexity"], best, strict=True)
-        table.add_row(row["recipe"], *(_perplexity(x, bold=x == least) for x, least in pairs))
+        cells = [_perplexity(x, bold=x == least) for x, least in pairs]
+        if inside:
+            cells.append(_inside(inside.get(row["recipe"])))
+        table.add_row(row["recipe"], *cells)
     return table
+
+
+def _inside(percent: float | None) -> str:
+    if percent is None:
+        return ""
+    return f"[red]{percent:+.2f} %[/red]" if percent > DEGRADED else f"{percent:+.2f} %"
 
 
 def partition(manifest: Path) -> Table:
@@ -118,7 +132,7 @@ def _perplexity(x: float, bold: bool) -> str:
     return f"[bold]{text}[/bold]" if bold else text
 
 
-def _thousands(n: int) -> str:
+def thousands(n: int) -> str:
     return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -17,11 +18,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extended
+from isentrope.hf.plan import train_length
+from isentrope.precision import wide
 from isentrope.recipe import Recipe
 from isentrope.study.place import check_model, place
 from isentrope.study.progress import progress
@@ -33,6 +37,14 @@ DRAWS = 2000  # of the bootstrap
 OPEN = {"train_length": 2, "heads": 1, "dim": 4}  # in place of what a recipe leaves to the model
 
 
+def check_recipes(recipes: Sequence[str]) -> None:
+    """Before anything is measured."""
+    if not recipes or len(set(recipes)) != len(recipes):
+        raise ValueError(f"recipes: expected one or more, each once, got {list(recipes)}")
+    for recipe in recipes:
+        Recipe.parse(recipe, **OPEN)
+
+
 @dataclass(frozen=True)
 class Config:
     """edges: the buckets of positions, the first at 0 and the last the number of tokens read of each document."""
@@ -42,10 +54,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.recipes or len(set(self.recipes)) != len(self.recipes):
-            raise ValueError(f"recipes: expected one or more, each once, got {list(self.recipes)}")
-        for recipe in self.recipes:  # before anything is measured
-            Recipe.parse(recipe, **OPEN)
+        check_recipes(self.recipes)
         if len(self.edges) < 2 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
             raise ValueError(f"edges: expected increasing positions from 0 on, got {list(self.edges)}")
 
@@ -65,11 +74,12 @@ class Config:
 
 @dataclass(frozen=True)
 class Text:
-    """A document in tokens."""
+    """A document in tokens. ends: bytes of the text up to the end of each token, where that is known."""
 
     name: str
     sha256: str
     tokens: tuple[int, ...]
+    ends: tuple[int, ...] | None = None
 
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
@@ -80,6 +90,16 @@ def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> Pr
     return model.to(device)
 
 
+def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    return AutoTokenizer.from_pretrained(name, **options)
+
+
+def under(model: PreTrainedModel, recipe: Recipe | str) -> AbstractContextManager[object]:
+    """A model under a recipe, or as it is."""
+    return nullcontext() if recipe in (PLAIN, Recipe()) else extended(model, recipe)
+
+
 def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, most: int) -> list[Text]:
     """The first documents that are long enough, in tokens of the model's own tokenizer."""
     if most < 1:
@@ -87,19 +107,27 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
     tokenizer: Any = None
     texts: list[Text] = []
     for document in documents(paths):
-        tokens = document.tokens
+        tokens, ends = document.tokens, None
         if tokens is None:
             if document.text is None or len(document.text) < length:
                 continue
             if tokenizer is None:
-                options = {"gguf_file": gguf_file} if gguf_file else {}
-                tokenizer = AutoTokenizer.from_pretrained(name, **options)
-            tokens = tuple(tokenizer(document.text)["input_ids"])
+                tokenizer = load_tokenizer(name, gguf_file)
+            read = tokenizer(document.text, return_offsets_mapping=tokenizer.is_fast)
+            tokens = tuple(read["input_ids"])
+            ends = _ends(document.text, read["offset_mapping"][:length]) if tokenizer.is_fast else None
         if len(tokens) >= length:
-            texts.append(Text(document.name, document.sha256, tokens[:length]))
+            texts.append(Text(document.name, document.sha256, tokens[:length], ends))
         if len(texts) == most:
             break
     return texts
+
+
+def _ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Where tokens end in the text's UTF-8, from where they end in its characters."""
+    code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
+    return tuple(np.concatenate(([0], np.cumsum(sizes)))[[end for _, end in offsets]].tolist())
 
 
 def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
@@ -114,6 +142,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     out.mkdir(parents=True, exist_ok=True)
     head = {
         "model": {"name": name, "type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")},
+        "train_length": train_length(model.config.get_text_config()),
         "config": asdict(config),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
     }
@@ -124,7 +153,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     if todo:
         _audit(model, torch.tensor(texts[0].tokens[:32]))
     for recipe, text in progress(todo, lambda cell: cell[0]):
-        cells[recipe, text.sha256] = _cell(model, recipe, text, config)
+        cells[recipe, text.sha256] = {"recipe": recipe, "text": text.sha256} | cell(model, recipe, text, config.edges)
         head["run"] = provenance() | {"transformers": transformers.__version__}
         _save(results, summary(head | {"cells": list(cells.values())}))
     return results
@@ -133,15 +162,25 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """-ln p of every token but the first, (tokens - 1,) in fp32; the whole table of logits is never held."""
     with torch.inference_mode():
-        ids = tokens.to(model.device)[None]
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        head = model.get_output_embeddings()
-        step = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        losses = [
-            F.cross_entropy(head(hidden[at : at + step][: len(tokens) - 1 - at]).float(), part, reduction="none")
-            for at in range(0, len(tokens) - 1, step)
-            for part in [ids[0, at + 1 : at + 1 + step]]
-        ]
+        return differentiable_losses(model, tokens)
+
+
+def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The same, with gradients where they are enabled; a backward makes the logits anew."""
+    ids = tokens.to(model.device)[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    head = model.get_output_embeddings()
+    step = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+
+    def loss(part: Tensor, targets: Tensor) -> Tensor:
+        logits = head(part)
+        return F.cross_entropy(logits.to(wide(logits)), targets, reduction="none")
+
+    run = partial(checkpoint, loss, use_reentrant=False) if torch.is_grad_enabled() else loss
+    losses = [
+        run(hidden[at : at + step][: len(tokens) - 1 - at], ids[0, at + 1 : at + 1 + step])
+        for at in range(0, len(tokens) - 1, step)
+    ]
     return torch.cat(losses)
 
 
@@ -154,25 +193,28 @@ def _audit(model: PreTrainedModel, tokens: Tensor) -> None:
         raise ValueError(f"{model.config.model_type}: its logits are not its output embedding alone; not supported")
 
 
-def _cell(model: PreTrainedModel, recipe: str, text: Text, config: Config) -> dict[str, Any]:
-    tokens = torch.tensor(text.tokens[: config.length])
+def cell(model: PreTrainedModel, recipe: Recipe | str, text: Text, edges: Sequence[int]) -> dict[str, Any]:
+    """Losses of a text under a recipe, summed over each bucket of positions."""
+    tokens = torch.tensor(text.tokens[: edges[-1]])
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with nullcontext() if recipe == PLAIN else extended(model, recipe):
+    with under(model, recipe):
         start = time.perf_counter()
         losses = token_losses(model, tokens).double().cpu()
         seconds = time.perf_counter() - start
     # the token at position i is predicted from i tokens before it
-    sums = [losses[max(a, 1) - 1 : b - 1].sum().item() for a, b in pairwise(config.edges)]
+    sums = [losses[max(a, 1) - 1 : b - 1].sum().item() for a, b in pairwise(edges)]
+    ends = text.ends
+    sizes = None if ends is None else [ends[b - 1] - ends[max(a, 1) - 1] for a, b in pairwise(edges)]
     peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None
-    return {"recipe": recipe, "text": text.sha256, "loss": sums, "seconds": seconds, "peak_bytes": peak}
+    return {"loss": sums, "bytes": sizes, "seconds": seconds, "peak_bytes": peak}
 
 
 def summary(data: dict[str, Any]) -> dict[str, Any]:
-    """Results with `rows`, perplexity per recipe and bucket, and `paired`, what each temperature changes.
+    """Results with `rows`, perplexity and bits a byte per recipe and bucket; `paired`, what each temperature changes;
+    and `inside`, what each recipe changes for the plain model inside its training length.
 
-    Intervals are 95 %, by bootstrap over texts. Texts differ more than recipes do, so a temperature is compared with
-    the same recipe without it text by text.
+    Intervals are 95 %, by bootstrap over texts. Texts differ more than recipes do: these are compared text by text.
     """
     edges, seed = data["config"]["edges"], data["config"]["seed"]
     counts = np.array([b - max(a, 1) for a, b in pairwise(edges)])
@@ -183,17 +225,32 @@ def summary(data: dict[str, Any]) -> dict[str, Any]:
     for recipe, found in losses.items():
         mean, low, high = _interval(np.array(list(found.values())), seed)
         ppl = {"perplexity": _exp(mean), "low": _exp(low), "high": _exp(high)}
-        rows.append({"recipe": recipe, "texts": len(found), **ppl})
-    paired = []
-    for recipe, against in _without_temperature(list(losses)):
-        both = [text for text in losses[recipe] if text in losses[against]]
-        if both:
-            change = np.array([losses[recipe][text] - losses[against][text] for text in both])
-            percent = [(100 * np.expm1(x)).tolist() for x in _interval(change, seed)]
-            paired.append(
-                {"recipe": recipe, "against": against} | dict(zip(("percent", "low", "high"), percent, strict=True))
-            )
-    return data | {"rows": rows, "paired": paired}
+        bits = _bits_per_byte([cell for cell in data["cells"] if cell["recipe"] == recipe])
+        rows.append({"recipe": recipe, "texts": len(found), **ppl, "bits_per_byte": bits})
+    paired = [_change(losses, *pair, seed) for pair in _without_temperature(list(losses))]
+    short = counts * [b <= (data.get("train_length") or 0) for b in edges[1:]]
+    others = [recipe for recipe in losses if recipe != PLAIN] if short.any() and PLAIN in losses else []
+    inside = [_change(losses, recipe, PLAIN, seed, short / short.sum()) for recipe in others]
+    return data | {"rows": rows, "paired": [*filter(None, paired)], "inside": [*filter(None, inside)]}
+
+
+def _change(
+    losses: dict[str, dict[str, Any]], recipe: str, against: str, seed: int, weights: Any = None
+) -> dict[str, Any] | None:
+    """Perplexity of one recipe against another in per cent: in each bucket, or in all, weighed."""
+    both = [text for text in losses[recipe] if text in losses[against]]
+    if not both:
+        return None
+    change = np.array([losses[recipe][text] - losses[against][text] for text in both])
+    percent = [(100 * np.expm1(x)).tolist() for x in _interval(change if weights is None else change @ weights, seed)]
+    return {"recipe": recipe, "against": against} | dict(zip(("percent", "low", "high"), percent, strict=True))
+
+
+def _bits_per_byte(cells: list[dict[str, Any]]) -> list[float] | None:
+    if any(cell.get("bytes") is None for cell in cells):
+        return None
+    losses, sizes = (np.sum([cell[key] for cell in cells], 0) for key in ("loss", "bytes"))
+    return [float(x) for x in losses / log(2) / np.maximum(sizes, 1)]
 
 
 def _interval(values: Any, seed: int) -> tuple[Any, Any, Any]:

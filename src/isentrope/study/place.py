@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file
+
+from isentrope.files import complete
+from isentrope.hf.extend import extend
+from isentrope.recipe import Recipe
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,3 +41,22 @@ def check_tokens(folder: Path, tokenizer: Any) -> None:
             raise ValueError(
                 f"{folder}: expected the tokens of the corpus, got {sizes}; prepare it with --tokenizer {folder}"
             )
+
+
+def check_free(folder: Path | None) -> None:
+    if folder is not None and folder.exists():
+        raise ValueError(f"save: expected a folder that is not there yet, got {folder}")
+
+
+def save_extended(name: str, recipe: Recipe, folder: Path, gguf_file: str | None = None) -> Path:
+    """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it."""
+    check_free(folder)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **options)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with complete(folder) as partial:
+        extend(model, recipe).save_pretrained(partial)
+        missing = {"_raise_exceptions_for_missing_entries": False}
+        if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:
+            AutoTokenizer.from_pretrained(name, **options).save_pretrained(partial)
+    return folder

@@ -61,17 +61,22 @@ class Fitted(Temperature):
         table = torch.tensor(self.table, dtype=n.dtype, device=n.device)
         if table.dim() == 3:
             raise ValueError("Fitted: the table has a layer axis; take for_layer(i) first")
-        per_head = table.dim() == 2
-        if per_head and n.dim() >= 2:
-            n = n.squeeze(-2)  # the head axis of (batch, 1, queries)
-        if len(self.lengths) == 1:
-            tau = table[..., :1].expand(*table.shape[:-1], n.numel()).reshape(*table.shape[:-1], *n.shape)
-        else:
-            grid = torch.tensor(self.lengths, dtype=n.dtype, device=n.device).log()
-            right = torch.searchsorted(grid, n.log()).clamp(1, len(grid) - 1)
-            weight = (n.log() - grid[right - 1]) / (grid[right] - grid[right - 1])
-            tau = torch.lerp(table[..., right - 1], table[..., right], weight)
-        return tau.movedim(0, -2) if per_head and n.dim() else tau
+        return interpolated(n, self.lengths, table)
+
+
+def interpolated(n: Tensor, lengths: tuple[int, ...], table: Tensor) -> Tensor:
+    """τ(n) from a table (lengths) or (heads, lengths), straight in ln n; gradients pass to the table."""
+    per_head = table.dim() == 2
+    if per_head and n.dim() >= 2:
+        n = n.squeeze(-2)  # the head axis of (batch, 1, queries)
+    if len(lengths) == 1:
+        tau = table[..., :1].expand(*table.shape[:-1], n.numel()).reshape(*table.shape[:-1], *n.shape)
+    else:
+        grid = torch.tensor(lengths, dtype=n.dtype, device=n.device).log()
+        right = torch.searchsorted(grid, n.log()).clamp(1, len(grid) - 1)
+        weight = (n.log() - grid[right - 1]) / (grid[right] - grid[right - 1])
+        tau = torch.lerp(table[..., right - 1], table[..., right], weight)
+    return tau.movedim(0, -2) if per_head and n.dim() else tau
 
 
 def _as_tuple(value: Any) -> Any:

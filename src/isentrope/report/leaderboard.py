@@ -1,0 +1,155 @@
+"""Recipes of one causal model, the best first: perplexity past its training length, what it finds again, its cost."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+from rich.table import Table
+
+from isentrope.files import complete
+from isentrope.report.figures import COLOURS, GREY, INK, RC, save
+from isentrope.report.tables import DEGRADED, STYLE, thousands
+
+RED = "#B2182B"
+
+
+def rank(folder: Path) -> dict[str, Any]:
+    """What `perplexity.json` and, where there is one, `retrieval.json` say of each recipe, by perplexity at the end.
+
+    ratio: perplexity in the last bucket to that of the plain model in the last one inside its training length.
+    inside: change of perplexity inside the training length, in per cent. cost: seconds to those of the plain model.
+    """
+    data = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))
+    found = _retrieved(folder / "retrieval.json")
+    edges, trained = data["config"]["edges"], data.get("train_length")
+    inside = {row["recipe"]: row for row in data.get("inside", [])}
+    plain = next((row for row in data["rows"] if row["recipe"] == "plain"), None)
+    within = [i for i, edge in enumerate(edges[1:]) if trained is not None and edge <= trained]
+    best = plain["perplexity"][within[-1]] if plain and within else None
+    seconds = {recipe: [c["seconds"] for c in data["cells"] if c["recipe"] == recipe] for recipe in _recipes(data)}
+    mean = {recipe: sum(values) / len(values) for recipe, values in seconds.items()}
+    rows = []
+    for row in data["rows"]:
+        recipe = row["recipe"]
+        rows.append({
+            "recipe": recipe,
+            "perplexity": row["perplexity"],
+            "bits_per_byte": row.get("bits_per_byte"),
+            "ratio": None if best is None else row["perplexity"][-1] / best,
+            "inside": inside.get(recipe, {}).get("percent"),
+            "cost": mean[recipe] / mean["plain"] if "plain" in mean else None,
+            "retrieval": found.get(recipe, {}),
+        })  # fmt: skip
+    rows.sort(key=lambda row: row["perplexity"][-1])
+    return {"model": data["model"], "train_length": trained, "edges": edges, "rows": rows}
+
+
+def write(folder: Path) -> list[Path]:
+    """leaderboard.json, .md, .png and .svg beside the results."""
+    board = rank(folder)
+    paths = [folder / "leaderboard.json", folder / "leaderboard.md"]
+    heads, rows = _cells(board)
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    for path, text in zip(paths, (json.dumps(board, indent=1, ensure_ascii=False), _markdown(lines)), strict=True):
+        with complete(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    with matplotlib.rc_context(RC):
+        figure = _figure(board)
+        return paths + [save(figure, folder / f"leaderboard{suffix}") for suffix in (".png", ".svg")]
+
+
+def table(folder: Path) -> Table:
+    board = rank(folder)
+    heads, rows = _cells(board)
+    caption = f"By perplexity in the last bucket; inside: change inside the training length, red above {DEGRADED} %."
+    shown = Table(title=f"Recipes: {board['model']['name']}", caption=caption, **STYLE)
+    shown.add_column(heads[0], overflow="fold", min_width=24)
+    for head in heads[1:]:
+        shown.add_column(head, justify="right")
+    place = heads.index("inside") if "inside" in heads else None
+    for told, row in zip(board["rows"], rows, strict=True):
+        if place is not None and (told["inside"] or 0) > DEGRADED:
+            row[place] = f"[red]{row[place]}[/red]"
+        shown.add_row(*row)
+    return shown
+
+
+def _retrieved(path: Path) -> dict[str, dict[str, float]]:
+    """The share found of each recipe, by task and length."""
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))
+    metric = "share" if data["config"]["score"] == "both" else "likeliest"
+    found: dict[str, dict[str, float]] = {}
+    for row in data["rows"]:
+        if row[metric] is not None:
+            found.setdefault(row["recipe"], {})[f"{row['task']} {row['length']}"] = row[metric]
+    return found
+
+
+def _recipes(data: dict[str, Any]) -> list[str]:
+    return [row["recipe"] for row in data["rows"]]
+
+
+def _cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table in words; columns that nobody has a number for are left out."""
+    asked = list(dict.fromkeys(name for row in board["rows"] for name in row["retrieval"]))
+    columns: list[tuple[str, Any]] = [
+        (f"{thousands(a)}–{thousands(b)}", lambda row, i=i: _number(row["perplexity"][i]))
+        for i, (a, b) in enumerate(pairwise(board["edges"]))
+    ]
+    columns += [
+        ("ratio", lambda row: None if row["ratio"] is None else f"{row['ratio']:.3f}"),
+        ("inside", lambda row: None if row["inside"] is None else f"{row['inside']:+.2f} %"),
+        ("cost", lambda row: None if row["cost"] is None else f"{row['cost']:.2f}"),
+    ]
+    columns += [(name, lambda row, name=name: _share(row["retrieval"].get(name))) for name in asked]
+    columns = [(head, cell) for head, cell in columns if any(cell(row) is not None for row in board["rows"])]
+    rows = [[row["recipe"], *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
+    return ["recipe", *(head for head, _ in columns)], rows
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _number(x: float) -> str:
+    return f"{x:.3g}" if x >= 100 else f"{x:.2f}"
+
+
+def _share(x: float | None) -> str | None:
+    return None if x is None else f"{100 * x:.0f} %"
+
+
+def _figure(board: dict[str, Any]) -> Figure:
+    """Perplexity at the end, and the change inside the training length with the line it should not pass."""
+    rows = board["rows"][::-1]
+    names, places = [row["recipe"].replace("+", " + ") for row in rows], range(len(rows))
+    figure = Figure(figsize=(12, 1.4 + 0.34 * len(rows)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.4, 1), sharey=True)
+    last = [row["perplexity"][-1] for row in rows]
+    left.hlines(places, min(last), last, color="#DDDDDD", linewidth=1.5)
+    left.plot(last, places, "o", color=COLOURS[1])
+    left.set_xscale("log")
+    left.xaxis.set_major_formatter(LogFormatter())
+    left.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    for place, value in zip(places, last, strict=True):
+        left.annotate(_number(value), (value, place), (7, 0), textcoords="offset points", va="center", color=INK)
+    left.set_yticks(places, names)
+    left.set_title(f"perplexity at {'–'.join(map(thousands, board['edges'][-2:]))}")
+    changes = [row["inside"] or 0.0 for row in rows]
+    right.barh(places, changes, color=[RED if change > DEGRADED else COLOURS[1] for change in changes], height=0.62)
+    right.axvline(DEGRADED, color=RED, linewidth=1)
+    right.axvline(0, color=GREY, linewidth=0.8)
+    right.set_title("inside the training length, % of perplexity")
+    for axes in (left, right):
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color="#E8E8E8")
+    figure.suptitle(board["model"]["name"], x=0.01, ha="left")
+    return figure
