@@ -20,7 +20,7 @@ from measure import save
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import isentrope as ise
-from isentrope.study.perplexity import load
+from isentrope.study.causal.perplexity import load
 
 RECIPES = (
     "infoscale",

@@ -17,11 +17,11 @@ from isentrope.data.corpus import Document, sympy_documents
 from isentrope.hf.tempered import Tempered, checkpointed, tempered
 from isentrope.recipe import Recipe
 from isentrope.report.calibrate import draw, table
-from isentrope.study import calibrate as study
-from isentrope.study import descent
-from isentrope.study.calibrate import Config, calibrate, seconds
-from isentrope.study.choice import choose, halves
-from isentrope.study.perplexity import Text, load, token_losses
+from isentrope.study.causal import calibrate as study
+from isentrope.study.causal import descent
+from isentrope.study.causal.calibrate import Config, calibrate, seconds
+from isentrope.study.causal.choice import choose, halves
+from isentrope.study.causal.perplexity import Text, load, load_tokenizer, token_losses
 from isentrope.study.run import SHIPPED
 from isentrope.temperatures import Fitted
 from tests.hf.tiny import llama, tokens
@@ -298,7 +298,7 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     plain, loaded = load(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)
     assert str(ise.hf.observe.recipe_of(loaded)) == (out / "recipe.txt").read_text().strip()
     chosen = next(row for row in data["candidates"] if row["name"] == data["chosen"])
-    tokenizer = ise.study.perplexity.load_tokenizer(str(saved))
+    tokenizer = load_tokenizer(str(saved))
     held = [text["name"] for text in data["texts"] if text["part"] == "held-out"]
     losses = []
     for name in held:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.report import leaderboard
-from isentrope.study.decoders import load
+from isentrope.study.causal.plan import load
 from isentrope.study.run import SHIPPED
 
 PLAN = f"""

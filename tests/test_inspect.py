@@ -24,7 +24,7 @@ from isentrope.models.tokenizer import character_tokenizer
 from isentrope.report import inspect as figures
 from isentrope.study import inspect as looking
 from isentrope.study import weights
-from isentrope.study.perplexity import Text
+from isentrope.study.causal.perplexity import Text
 from isentrope.study.weights import BINS, Window
 from isentrope.theory import peak_cosine
 from tests.hf.tiny import llama, tokens

@@ -18,8 +18,8 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import figures, tables
-from isentrope.study import perplexity
-from isentrope.study.perplexity import Config, Text, run, summary, token_losses
+from isentrope.study.causal import perplexity
+from isentrope.study.causal.perplexity import Config, Text, run, summary, token_losses
 from tests.hf.tiny import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")

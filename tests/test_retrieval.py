@@ -20,9 +20,9 @@ from isentrope.data.filler import FILLER, QUALITIES, THINGS
 from isentrope.data.needles import COMMON, LINKS, PLACED, TASKS, VALUES, Haystack, draft, filled
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import retrieval as report
-from isentrope.study import retrieval
-from isentrope.study.perplexity import under
-from isentrope.study.retrieval import Config, Prompt, Prompts, forced, generated, run, wilson
+from isentrope.study.causal import retrieval
+from isentrope.study.causal.perplexity import under
+from isentrope.study.causal.retrieval import Config, Prompt, Prompts, forced, generated, run, wilson
 from tests.hf.tiny import llama
 
 FILLED = Haystack.of()

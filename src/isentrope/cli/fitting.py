@@ -48,8 +48,8 @@ def calibrate(
         from rich.console import Console
 
         from isentrope.report.calibrate import draw, table
-        from isentrope.study import calibrate as study
-        from isentrope.study.perplexity import load, read
+        from isentrope.study.causal import calibrate as study
+        from isentrope.study.causal.perplexity import load, read
         from isentrope.study.place import check_free, save_extended
 
         config = study.Config.read(

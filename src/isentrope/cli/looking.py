@@ -63,7 +63,7 @@ def perplexity(
         from rich.console import Console
 
         from isentrope.report import figures, tables
-        from isentrope.study import perplexity as study
+        from isentrope.study.causal import perplexity as study
 
         config = study.Config.read(recipe, edges)
         loaded = study.load(model, device, dtype, gguf_file)
@@ -115,8 +115,8 @@ def retrieval(
         from rich.console import Console
 
         from isentrope.report import retrieval as report
-        from isentrope.study import retrieval as study
-        from isentrope.study.perplexity import load, load_tokenizer
+        from isentrope.study.causal import retrieval as study
+        from isentrope.study.causal.perplexity import load, load_tokenizer
 
         config = study.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
         quietly()

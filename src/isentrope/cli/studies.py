@@ -77,7 +77,7 @@ def _decoders(names: list[str], *others: Any) -> list[Any]:
     files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
     if not files:
         return []
-    from isentrope.study.decoders import load
+    from isentrope.study.causal.plan import load
 
     found = [plan for file in files if (plan := load(file)) is not None]
     if found and (len(found) < len(names) or others != (None, None, None, 1)):
@@ -90,7 +90,7 @@ def _compared(plan: Any, out: Path) -> bool:
     from rich.console import Console
 
     from isentrope.report import figures, leaderboard, retrieval
-    from isentrope.study.decoders import run
+    from isentrope.study.causal.plan import run
 
     quietly()
     folder, failed = run(plan, out)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from isentrope.report.figures import COLOURS, DASHES, GREY, RC, STYLES, _length_axis, save
-from isentrope.report.tables import STYLE, _perplexity, thousands
+from isentrope.report.tables import STYLE, perplexity_cell, thousands
 
 LABELS = {
     "none": "no temperature",
@@ -62,8 +62,8 @@ def table(results: Path) -> Table:
         told.add_row(
             "→" if row["name"] == data["chosen"] else "",
             LABELS[row["name"]],
-            _perplexity(pairs[0][0], bold=False),  # where nothing changes
-            *(_perplexity(x, bold=x == least) for x, least in pairs[1:]),
+            perplexity_cell(pairs[0][0], bold=False),  # where nothing changes
+            *(perplexity_cell(x, bold=x == least) for x, least in pairs[1:]),
             "" if row["name"] == "infoscale" else "{:+.2f} ({:+.2f} … {:+.2f})".format(*change),
         )
     return told

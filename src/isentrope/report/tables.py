@@ -90,7 +90,7 @@ def perplexity(results: Path) -> Table:
     best = [min(values) for values in zip(*(row["perplexity"] for row in data["rows"]), strict=True)]
     for row in data["rows"]:
         pairs = zip(row["perplexity"], best, strict=True)
-        cells = [_perplexity(x, bold=x == least) for x, least in pairs]
+        cells = [perplexity_cell(x, bold=x == least) for x, least in pairs]
         if inside:
             cells.append(_inside(inside.get(row["recipe"])))
         table.add_row(row["recipe"], *cells)
@@ -127,7 +127,7 @@ def partition(manifest: Path) -> Table:
     return table
 
 
-def _perplexity(x: float, bold: bool) -> str:
+def perplexity_cell(x: float, bold: bool) -> str:
     text = f"{x:.3g}" if x >= 100 else f"{x:.2f}"
     return f"[bold]{text}[/bold]" if bold else text
 

@@ -29,7 +29,7 @@ from isentrope.models.config import GAUAlphaConfig
 from isentrope.models.gau import GatedAttentionUnit
 from isentrope.scores import Cosine
 from isentrope.study import weights
-from isentrope.study.perplexity import Text
+from isentrope.study.causal.perplexity import Text
 from isentrope.study.place import check_model, place
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
@@ -191,7 +191,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     ids = torch.tensor(text.tokens[:longest])[None]
     rows: list[list[dict[str, Any]]] = []
     for length in progress(lengths, lambda length: f"entropy at {length} tokens"):
-        rows.append(_entropies(model, ids[:, :length]))
+        rows.append(told_entropies(model, ids[:, :length]))
         _check(rows[0], config)
     found = _closer(model, ids, rows[0][config.layer]["index"], config, out)
     entropy = [[layer["entropy"] for layer in row] for row in rows]
@@ -219,7 +219,8 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     return results
 
 
-def _entropies(model: Any, ids: Tensor) -> list[dict[str, Any]]:
+def told_entropies(model: Any, ids: Tensor) -> list[dict[str, Any]]:
+    """For each layer its index, the mean entropy of its heads, and that of uniform attention; ready for JSON."""
     rows: list[dict[str, Any]] = []
 
     def see(seen: Seen) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from isentrope.data.prepared import Prepared
 from isentrope.study import inspect
+from isentrope.study.causal.perplexity import Text
 from isentrope.study.checkpoint import write_json
 from isentrope.study.inspect import Config
-from isentrope.study.perplexity import Text
 from isentrope.study.plan import load
 from isentrope.study.run import checkpoints
 

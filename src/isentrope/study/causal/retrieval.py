@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
+from isentrope.study.causal.perplexity import check_recipes, under
 from isentrope.study.checkpoint import write_json
 from isentrope.study.evaluate import UnmeasurableError
-from isentrope.study.perplexity import check_recipes, under
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 

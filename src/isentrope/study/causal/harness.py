@@ -1,8 +1,9 @@
-"""lm-evaluation-harness: its model type `isentrope`, any transformers model under a recipe.
+r"""lm-evaluation-harness: its model type `isentrope`, any transformers model under a recipe.
 
 Importing this module registers it. The harness's own command line, with this type among its models:
 
-    python -m isentrope.study.harness run --model isentrope --model_args "pretrained=…,recipe=…,max_length=…" --tasks …
+    python -m isentrope.study.causal.harness run --model isentrope --tasks … \
+        --model_args "pretrained=…,recipe=…,max_length=…"
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from isentrope.hf.extend import extend, extension, load
 from isentrope.hf.layer import NAME
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
-from isentrope.study.perplexity import PLAIN, check_recipes
+from isentrope.study.causal.perplexity import PLAIN, check_recipes
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from isentrope.study import perplexity, retrieval
+from isentrope.study.causal import perplexity, retrieval
 from isentrope.study.checkpoint import write_json
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")

@@ -26,11 +26,11 @@ from isentrope.files import complete
 from isentrope.hf.plan import train_length
 from isentrope.hf.probe import probe
 from isentrope.recipe import Recipe
+from isentrope.study.causal.choice import LAWS, LEVELS, choose, halves
+from isentrope.study.causal.descent import Array, EndError, descend, knots
+from isentrope.study.causal.perplexity import OPEN, PLAIN, Text, audit, cell, interval, perplexities, under
 from isentrope.study.checkpoint import write_json
-from isentrope.study.choice import LAWS, LEVELS, choose, halves
-from isentrope.study.descent import Array, EndError, descend, knots
-from isentrope.study.inspect import _entropies
-from isentrope.study.perplexity import OPEN, PLAIN, Text, _audit, _exp, _interval, cell, under
+from isentrope.study.inspect import told_entropies
 from isentrope.study.provenance import provenance
 from isentrope.temperatures import Fitted, InfoScale, LogN
 
@@ -160,7 +160,7 @@ class _Calibration:
         self.before = self.data["seconds"]
 
     def run(self) -> Result:
-        _audit(self.model, torch.tensor(self.held[0].tokens[:32]))
+        audit(self.model, torch.tensor(self.held[0].tokens[:32]))
         self.say(f"{len(self.fitting)} documents to fit to, {len(self.held)} held out")
         base, laws = self.base()
         for law in laws.values():
@@ -297,10 +297,10 @@ class _Calibration:
 
     def row(self, name: str, recipe: Recipe, losses: dict[str, Array]) -> dict[str, Any]:
         """A candidate: its τ, and its held-out perplexity per bucket and beyond, also against others in per cent."""
-        mean, low, high = (_exp(x) for x in _interval(losses[name], self.config.seed))
+        mean, low, high = (perplexities(x) for x in interval(losses[name], self.config.seed))
         against = {}
         for other in ("none", "infoscale"):
-            change = _interval(losses[name] - losses[other], self.config.seed)
+            change = interval(losses[name] - losses[other], self.config.seed)
             percent = [(100 * np.expm1(x)).tolist() for x in change]
             against[other] = dict(zip(("percent", "low", "high"), percent, strict=True))
         told = {"name": name, "key": _key(recipe), "recipe": recipe.to_dict(), "tau": self.curve(recipe)}
@@ -325,7 +325,7 @@ class _Calibration:
         found: dict[str, Any] = {"text": text.name}
         for when, (recipe, tokens) in wanted.items():
             with under(self.model, recipe):
-                found[when] = _entropies(self.model, tokens)
+                found[when] = told_entropies(self.model, tokens)
         return found
 
     def _kept(self, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from isentrope.hf.tempered import checkpointed, tempered
 from isentrope.recipe import Recipe
-from isentrope.study.perplexity import differentiable_losses
+from isentrope.study.causal.perplexity import differentiable_losses
 
 Array = NDArray[np.float64]
 EVALUATIONS = 24  # at most, of one law

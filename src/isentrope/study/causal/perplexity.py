@@ -151,7 +151,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     todo = [(recipe, text) for recipe in config.recipes for text in texts if (recipe, text.sha256) not in cells]
     model.eval()
     if todo:
-        _audit(model, torch.tensor(texts[0].tokens[:32]))
+        audit(model, torch.tensor(texts[0].tokens[:32]))
     for recipe, text in progress(todo, lambda cell: cell[0]):
         cells[recipe, text.sha256] = {"recipe": recipe, "text": text.sha256} | cell(model, recipe, text, config.edges)
         head["run"] = provenance() | {"transformers": transformers.__version__}
@@ -184,7 +184,7 @@ def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def _audit(model: PreTrainedModel, tokens: Tensor) -> None:
+def audit(model: PreTrainedModel, tokens: Tensor) -> None:
     """Make sure that a model's logits are its output embedding on its last hidden state, and nothing more."""
     with torch.inference_mode():
         logits = model(input_ids=tokens.to(model.device)[None], use_cache=False).logits[0, :-1].float()
@@ -223,8 +223,8 @@ def summary(data: dict[str, Any]) -> dict[str, Any]:
         losses.setdefault(cell["recipe"], {})[cell["text"]] = np.array(cell["loss"]) / counts
     rows = []
     for recipe, found in losses.items():
-        mean, low, high = _interval(np.array(list(found.values())), seed)
-        ppl = {"perplexity": _exp(mean), "low": _exp(low), "high": _exp(high)}
+        mean, low, high = interval(np.array(list(found.values())), seed)
+        ppl = {"perplexity": perplexities(mean), "low": perplexities(low), "high": perplexities(high)}
         bits = _bits_per_byte([cell for cell in data["cells"] if cell["recipe"] == recipe])
         rows.append({"recipe": recipe, "texts": len(found), **ppl, "bits_per_byte": bits})
     paired = [_change(losses, *pair, seed) for pair in _without_temperature(list(losses))]
@@ -242,7 +242,7 @@ def _change(
     if not both:
         return None
     change = np.array([losses[recipe][text] - losses[against][text] for text in both])
-    percent = [(100 * np.expm1(x)).tolist() for x in _interval(change if weights is None else change @ weights, seed)]
+    percent = [(100 * np.expm1(x)).tolist() for x in interval(change if weights is None else change @ weights, seed)]
     return {"recipe": recipe, "against": against} | dict(zip(("percent", "low", "high"), percent, strict=True))
 
 
@@ -253,7 +253,7 @@ def _bits_per_byte(cells: list[dict[str, Any]]) -> list[float] | None:
     return [float(x) for x in losses / log(2) / np.maximum(sizes, 1)]
 
 
-def _interval(values: Any, seed: int) -> tuple[Any, Any, Any]:
+def interval(values: Any, seed: int) -> tuple[Any, Any, Any]:
     """Mean over texts, and the bootstrap's 2.5 and 97.5 percentiles of it."""
     draws = np.random.default_rng(seed).integers(0, len(values), (DRAWS, len(values)))
     low, high = np.percentile(values[draws].mean(1), (2.5, 97.5), axis=0)
@@ -270,7 +270,7 @@ def _without_temperature(recipes: list[str]) -> Iterator[tuple[str, str]]:
                 yield text, other
 
 
-def _exp(losses: Any) -> list[float]:
+def perplexities(losses: Any) -> list[float]:
     return [exp(min(x, log(1e300))) for x in losses.tolist()]
 
 

@@ -1,0 +1,1 @@
+"""Causal models under recipes: read, questioned, calibrated, compared."""
