@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -128,10 +128,21 @@ def test_help_has_an_example(command):
     assert f"isentrope study {command}" in tell("study", command, "--help").stdout
 
 
+def test_the_llama_that_ships_knows_its_text():
+    """An ordinary model of transformers, trained at 256 characters."""
+    folder = Path(str(SHIPPED / "llama"))
+    assert (folder / "model.safetensors").stat().st_size < 8 * 2**20
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.max_position_embeddings == 256
+    ids = tokenizer("def __init__(self, x):\n        self.x = ", return_tensors="pt").input_ids
+    written = model.generate(ids, max_new_tokens=2, do_sample=False)[0]
+    assert tokenizer.decode(written).endswith("self.x = x\n")
+
+
 @pytest.mark.parametrize("name", ["dot", "cosine"])
 def test_the_models_that_ship_know_their_text(name):
     folder = Path(str(SHIPPED / name))
-    assert sum(path.stat().st_size for path in folder.parent.rglob("*.safetensors")) < 8 * 2**20
+    assert (folder / "model.safetensors").stat().st_size < 4 * 2**20
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     text = "        return self.func(*args)\n\n    def __init__(self, x):\n  "
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
