@@ -193,6 +193,31 @@ def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
     assert then["ended"] == "converged" and then["losses"][:2] == first.data["fits"]["scalar"]["losses"]
 
 
+def test_a_level_begins_anew_where_the_one_before_has_moved_on(tmp_path, monkeypatch):
+    """A larger budget: points that were counted from the earlier start are none of this fit's."""
+    clock, begun = 0.0, []
+    monkeypatch.setattr(study.time, "monotonic", lambda: clock)
+    gradients, descend = descent.loss_and_gradient, study.descend
+
+    def slow(*args):
+        nonlocal clock
+        clock += 60
+        return gradients(*args)
+
+    def watched(model, recipe, rows, edges, start, history, noted):
+        begun.append((start.tolist(), history[0]["logs"] if history else None))
+        return descend(model, recipe, rows, edges, start, history, noted)
+
+    monkeypatch.setattr(descent, "loss_and_gradient", slow)
+    monkeypatch.setattr(study, "descend", watched)
+    for budget in ("4m", "2h"):
+        config = replace(CONFIG, levels=("scalar", "layer"), budget=seconds(budget))
+        found = calibrate(llama(**SMALL), texts(), config, tmp_path, say=silent)
+    assert [fit["ended"] for fit in found.data["fits"].values()] == ["converged", "converged"]
+    (_, none), (first, _), (again, kept), (then, dropped) = begun
+    assert none is None and kept == again and dropped is None and then != first
+
+
 def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
     def bad(model, recipe, rows, edges, start, history, noted):
         history.append({"logs": np.full(start.shape, -3.0).tolist(), "loss": 0.0, "objective": 0.0})

@@ -10,7 +10,11 @@ from math import exp, log
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import isentrope as ise
@@ -98,6 +102,20 @@ def test_what_was_measured_stays_when_another_recipe_is_asked_for(tmp_path):
         run(llama(), "other", texts(), CONFIG, tmp_path)
 
 
+def test_models_of_one_name_are_told_apart_by_their_weights(tmp_path):
+    """As those of two runs, RUN/best."""
+    path = run(llama(), "best", texts(), CONFIG, tmp_path)
+    other = llama()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight *= 1.01
+    with pytest.raises(ValueError, match="another model or other buckets"):
+        run(other, "best", texts(), CONFIG, tmp_path)
+    data = json.loads(path.read_text())
+    del data["model"]["weights"]  # as of a file from before they were told
+    path.write_text(json.dumps(data))
+    run(llama(), "best", texts(), CONFIG, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -178,3 +196,17 @@ def test_where_tokens_end_in_bytes(tmp_path):
     without_marks(character_tokenizer([text], 20)).save_pretrained(folder)
     (found,) = perplexity.read([tmp_path / "a.txt"], str(folder), None, 50, 1)
     assert found.ends[:5] == (1, 3, 6, 10, 11) and found.ends[-1] == len(text[:50].encode())
+
+
+def test_a_text_may_have_more_tokens_than_characters(tmp_path):
+    (tmp_path / "a.txt").write_text("漢字" * 20, encoding="utf-8")
+    vocab = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "bytes")
+    (found,) = perplexity.read([tmp_path / "a.txt"], str(tmp_path / "bytes"), None, 120, 1)
+    assert len(found.tokens) == 120 and found.ends[::3] == tuple(range(3, 121, 3))
+
+
+def test_a_mark_after_the_text_takes_no_bytes():
+    assert perplexity._ends("aé漢", [(0, 0), (0, 1), (1, 3), (0, 0)]) == (0, 1, 6, 6)

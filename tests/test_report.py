@@ -178,16 +178,17 @@ def test_names_with_markup_survive_every_format(tmp_path: Path) -> None:
         ("I.S.", ["plain", "close"], "acc", "holds, within the intervals"),
         ("I.S.", ["plain", "failed"], "acc", "not measured"),
         ("plain", ["I.S.", "failed"], "acc", "does not hold"),
+        ("close", ["I.S.", "best"], "acc", "does not hold"),  # lost to the second beyond doubt
         ("nowhere", ["plain"], "acc", "not measured"),
         ("failed", ["nowhere"], "acc", "not measured"),
     ],
 )
 def test_claims_of_better(tmp_path: Path, this: str, than: list[str], metric: str, verdict: str) -> None:
-    losses = {"plain": 3.0, "I.S.": 1.0, "close": 1.01}
+    losses = {"plain": 3.0, "I.S.": 1.0, "close": 1.01, "best": 0.2}
     found = [cell("A", variant, 128, loss) for variant, loss in losses.items()]
     found.append(cell("A", "failed", 128, failed="out of memory"))
     told = claim("…", ("A", this), *(("A", other) for other in than), metric=metric, length=128)
-    rows = [("A", variant) for variant in ("plain", "I.S.", "close", "failed")]
+    rows = [("A", variant) for variant in (*losses, "failed")]
     judged = judge(small(tmp_path, found, rows, claims=[told]))[0]
     assert said(judged) == verdict
     assert ("out of memory" in judged["words"]) == ("failed" in (this, *than))

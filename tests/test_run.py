@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from isentrope.data.prepared import Prepared
-from isentrope.files import claimed
+from isentrope.files import claimed, complete
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.recipe import Recipe
 from isentrope.study import plan as plans
@@ -276,6 +279,31 @@ def test_a_training_that_another_process_is_at_comes_last(plan, corpus, tmp_path
     checkpoints(plan, Prepared.open(corpus), tmp_path, say)
     names = ["base, seed 0", "dot, seed 1", "cosine, seed 0", "cosine, seed 1", "dot, seed 0"]
     assert said == [f"training {name}" for name in names]
+
+
+def test_what_has_no_seed_is_trained_by_one_process_whatever_seeds_they_are_at(plan, corpus, tmp_path, monkeypatch):
+    at_once, lock = [], threading.Lock()
+
+    def train(data, config, out):
+        with lock:
+            at_once.append(out)
+        time.sleep(0.2)
+        with lock:
+            assert at_once.count(out) == 1
+            at_once.remove(out)
+
+    monkeypatch.setattr(study, "train", train)
+    given = [plans.changed(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: checkpoints(each, Prepared.open(corpus), tmp_path, lambda words: None), given))
+
+
+def test_writers_of_one_process_id_leave_each_other_alone(tmp_path):
+    """As in two containers that share a folder."""
+    with complete(tmp_path / "a") as first, complete(tmp_path / "a") as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "first"
 
 
 def test_a_claim_is_one_process_at_a_time(tmp_path):

@@ -360,6 +360,19 @@ def test_a_causal_run_goes_on_to_the_same_weights(corpus, causal, tmp_path, monk
     assert (tmp_path / "log.jsonl").read_text() == (causal / "log.jsonl").read_text()
 
 
+def test_a_causal_run_with_dropout_goes_on_to_the_same_weights(corpus, causal, tmp_path, monkeypatch):
+    config = replace(CAUSAL, dropout=0.2)
+    train(corpus, config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(Interrupted):
+            train(corpus, config, tmp_path / "cut")
+    train(corpus, config, tmp_path / "cut")
+    assert_same_weights(tmp_path / "whole", tmp_path / "cut")
+    with pytest.raises(AssertionError):
+        assert_same_weights(tmp_path / "whole", causal)
+
+
 def test_parts_of_a_causal_batch_add_up(corpus, tmp_path):
     for accumulate in (1, 4):
         train(corpus, replace(CAUSAL, rate=1e-3, accumulate=accumulate), tmp_path / str(accumulate))

@@ -24,7 +24,7 @@ from isentrope.study import checkpoint
 from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
-from isentrope.study.train import Interrupted, train
+from isentrope.study.train import Diverged, Interrupted, train
 from tests.small import make_corpus, one_cpu_thread
 from tests.test_train import GENTLE, TINY, assert_same_weights, states, stop_at
 
@@ -262,7 +262,25 @@ def share(corpus, config, out, told_to_stop_at=None):
             torch.distributed.destroy_process_group()
 
 
-def two(folder, *rest, second=()):
+def break_down(corpus, config, out, save=60.0):
+    """The fourth step leaves weights that are no numbers behind a loss that is one."""
+    study.SAVE, plain = save, Stepper.__call__
+
+    def call(self, batch, rate):
+        loss = plain(self, batch, rate)
+        if self.taken == 4:
+            with torch.no_grad():
+                self.parameters[0].fill_(float("nan"))
+        return loss
+
+    Stepper.__call__ = call
+    try:
+        train(corpus, config, out)
+    except Diverged as error:
+        sys.exit(str(error))
+
+
+def two(folder, *rest, second=(), work=share):
     """Two processes that share a run: their exit codes, and what they said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -270,7 +288,7 @@ def two(folder, *rest, second=()):
     said = [folder / f"said-{rank}" for rank in range(2)]
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        start(share, said[rank], *rest, *(second if rank else ()), **world, RANK=str(rank), LOCAL_RANK=str(rank))
+        start(work, said[rank], *rest, *(second if rank else ()), **world, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(2)
     ]
     return [ended(process) for process in processes], [path.read_text() for path in said]
@@ -320,6 +338,14 @@ def test_two_processes_stop_together_where_one_is_told_to(corpus, alone, tmp_pat
     assert states(out) == [6]
     train(corpus, SHARED, out)  # and one goes on with what two began
     assert_same_up_to_rounding(out, alone)
+
+
+def test_two_processes_save_together_though_their_clocks_differ(corpus, tmp_path):
+    """One that alone looked at its weights, and found them broken, would leave the other waiting for it."""
+    config = replace(SHARED, save_every=0, evaluate_every=12)
+    codes, said = two(tmp_path, corpus, config, tmp_path / "run", second=(0.0,), work=break_down)
+    assert codes == [1, 1]
+    assert all("step 4: a weight is no number" in words for words in said), said
 
 
 def test_a_batch_that_two_processes_cannot_share(corpus, tmp_path):

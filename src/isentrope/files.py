@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 
 @contextmanager
 def complete(path: Path) -> Iterator[Path]:
     """A path to write to, a file or a folder, which takes the name `path` once all is written and else vanishes."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # the process id tells whether its writer still runs, but not writers apart: in two containers both may be 1
+    partial = path.with_name(f".{path.name}.{token_hex(4)}.{os.getpid()}.partial")
     try:
         yield partial
         os.replace(partial, path)

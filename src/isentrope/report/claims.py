@@ -51,7 +51,9 @@ def _better(grid: Grid, claim: dict[str, Any]) -> Verdict:
     verdict = FAILS if False in beaten else OPEN if None in beaten else HOLDS
     # the comparisons that decide: those lost where one is lost, else all
     deciding = [other for other, won in zip(others, beaten, strict=True) if verdict == HOLDS or won is False]
-    within = verdict != OPEN and any(_within(grid, this, other, length, metric) for other in deciding)
+    # one comparison in doubt makes a win doubtful; a loss only where each that is lost may be none
+    doubt = any if verdict == HOLDS else all
+    within = verdict != OPEN and doubt(_within(grid, this, other, length, metric) for other in deciding)
     against = ", ".join(f"{_words(grid, row, length, metric, values[row])}" for row in others)
     words = (
         f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, mine)} against {against}"

@@ -144,7 +144,8 @@ def checkpoints(
             start = (checkpoint.train or {}).get("model")
             if start in plan.checkpoints and (start, seed) not in found:
                 continue
-            name = f"{checkpoint.name}-{seed}"
+            # by what it is trained with: a plan of other seeds may want the same
+            name = f"{checkpoint.name}-{seed if checkpoint.seeded else 0}"
             with claimed(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
                 if not mine:
                     continue

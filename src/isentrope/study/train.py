@@ -142,22 +142,27 @@ class Run:
         return told
 
     def _loop(self, first: int, log: Log | None, watch: Watch, caught: list[int]) -> None:
-        clex = [module for module in self.stepper.plain.modules() if isinstance(module, CLEX)]
+        model: Any = self.stepper.plain
+        clex = [module for module in model.modules() if isinstance(module, CLEX)]
+        drops = getattr(model.config, "attention_dropout", 0.0)  # of a Llama, by torch's own generator
         losses: list[torch.Tensor] = []
         begun = last_saved = time.perf_counter()
         batches = ahead(self._share, first, self.steps, pin=self.accelerator.device.type == "cuda")
         for step, batch in enumerate(batches, first):
+            drawn = (self.config.seed * 1_000_003 + step) % (1 << 63)
             for module in clex:  # one t for all layers
-                module.sample(torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % (1 << 63)))
+                module.sample(torch.Generator().manual_seed(drawn))
+            if drops:  # the same after a resumption, which begins with another state of it
+                torch.manual_seed(drawn)
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
             watch.advance(done)
             logs = done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
-            overdue = (logs or evaluates) and time.perf_counter() - last_saved > SAVE
-            saves = done % every == 0 if every else overdue
-            stops = bool(caught) if self.shares == 1 else logs and self._agree(caught)
+            late = time.perf_counter() - last_saved > SAVE
+            saves = done % every == 0 if every else (logs or evaluates) and self._agree(late)
+            stops = bool(caught) if self.shares == 1 else logs and self._agree(bool(caught))
             if not (logs or evaluates or saves or stops):
                 continue
             self._check(losses, done)
@@ -235,9 +240,11 @@ class Run:
             self.progress |= {"best": loss, "best_step": done}
             self.best = {name: x.detach().clone() for name, x in self.stepper.plain.named_parameters()}
 
-    def _agree(self, caught: list[int]) -> bool:
-        """Whether any process was told to stop: all must, at the same step."""
-        flag = torch.tensor(float(len(caught)), device=self.accelerator.device)
+    def _agree(self, here: bool) -> bool:
+        """Whether any process is to save or was told to stop: all must, at the same step."""
+        if self.shares == 1:
+            return here
+        flag = torch.tensor(float(here), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _describe_model(self, folder: Path) -> None:

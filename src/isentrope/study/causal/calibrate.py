@@ -28,7 +28,18 @@ from isentrope.hf.probe import probe
 from isentrope.recipe import Recipe
 from isentrope.study.causal.choice import LAWS, LEVELS, choose, halves
 from isentrope.study.causal.descent import Array, EndError, descend, knots
-from isentrope.study.causal.perplexity import OPEN, PLAIN, Text, audit, cell, interval, perplexities, under
+from isentrope.study.causal.perplexity import (
+    OPEN,
+    PLAIN,
+    Text,
+    audit,
+    cell,
+    described,
+    interval,
+    perplexities,
+    same_model,
+    under,
+)
 from isentrope.study.checkpoint import write_json
 from isentrope.study.inspect import told_entropies
 from isentrope.study.provenance import provenance
@@ -245,6 +256,8 @@ class _Calibration:
             return fit
         fit["ended"] = "budget"  # until it has ended otherwise
         history = fit["history"]
+        if history and history[0]["logs"] != start.tolist():
+            history.clear()  # the level before has moved on since: those points were counted from elsewhere
 
         def noted() -> None:
             self.say(f"{level}: evaluation {len(history)}, loss {history[-1]['loss']:.5f}")
@@ -333,11 +346,7 @@ class _Calibration:
         asked = asdict(self.config)
         parts = (("fitting", self.fitting), ("held-out", self.held))
         head = {
-            "model": {
-                "name": name,
-                "type": self.model.config.model_type,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-            },
+            "model": described(self.model, name),
             "config": {key: value for key, value in asked.items() if key not in ("budget", "levels")},
             "train_length": self.trained,
             "knots": self.knots,
@@ -348,9 +357,10 @@ class _Calibration:
         if results is None or not results.exists():
             return head | {"cells": [], "fits": {}, "seconds": 0.0}
         found = json.loads(results.read_text(encoding="utf-8"))
-        if any(found.get(key) != value for key, value in head.items()):
+        same = same_model(found.get("model", {}), head["model"])
+        if not same or any(found.get(key) != value for key, value in head.items() if key != "model"):
             raise ValueError(f"{results}: holds another model, recipe, length or other texts; choose another folder")
-        return found
+        return found | head
 
     def save(self) -> None:
         self.data |= {"seconds": self.spent, "budget": self.config.budget, "run": self.machine}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,22 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(name, **options)
 
 
+def described(model: PreTrainedModel, name: str) -> dict[str, str]:
+    """What results say of a model. weights: a hash of some of each tensor's, for folders of one name hold many."""
+    content = hashlib.sha256()
+    for key, x in model.named_parameters():
+        content.update(f"{key} {tuple(x.shape)}".encode())
+        if not x.is_meta:
+            content.update(x.detach().reshape(-1)[:: 1 + x.numel() // 256].float().cpu().numpy().tobytes())
+    told = {"name": name, "type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")}
+    return told | {"weights": content.hexdigest()[:16]}
+
+
+def same_model(held: dict[str, str], asked: dict[str, str]) -> bool:
+    """Whether results are of the model asked for; those of before weights were told have none."""
+    return asked | held == asked
+
+
 def under(model: PreTrainedModel, recipe: Recipe | str) -> AbstractContextManager[object]:
     """A model under a recipe, or as it is."""
     return nullcontext() if recipe in (PLAIN, Recipe()) else extended(model, recipe)
@@ -109,7 +126,7 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
     for document in documents(paths):
         tokens, ends = document.tokens, None
         if tokens is None:
-            if document.text is None or len(document.text) < length:
+            if document.text is None or 4 * len(document.text) < length:  # a token has a byte or more
                 continue
             if tokenizer is None:
                 tokenizer = load_tokenizer(name, gguf_file)
@@ -127,7 +144,8 @@ def _ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Where tokens end in the text's UTF-8, from where they end in its characters."""
     code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
-    return tuple(np.concatenate(([0], np.cumsum(sizes)))[[end for _, end in offsets]].tolist())
+    found = np.concatenate(([0], np.cumsum(sizes)))[[end for _, end in offsets]]
+    return tuple(np.maximum.accumulate(found).tolist())  # a mark put after the text says that it ends at 0
 
 
 def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
@@ -141,7 +159,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     results = out / "perplexity.json"
     out.mkdir(parents=True, exist_ok=True)
     head = {
-        "model": {"name": name, "type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")},
+        "model": described(model, name),
         "train_length": train_length(model.config.get_text_config()),
         "config": asdict(config),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
@@ -279,7 +297,7 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
     if not results.exists():
         return {}
     data = json.loads(results.read_text(encoding="utf-8"))
-    same = data["model"] == head["model"] and all(
+    same = same_model(data["model"], head["model"]) and all(
         data["config"][key] == head["config"][key] for key in ("edges", "seed")
     )
     if not same:

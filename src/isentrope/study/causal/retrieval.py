@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
-from isentrope.study.causal.perplexity import check_recipes, under
+from isentrope.study.causal.perplexity import check_recipes, described, same_model, under
 from isentrope.study.checkpoint import write_json
 from isentrope.study.evaluate import UnmeasurableError
 from isentrope.study.progress import progress
@@ -176,7 +176,7 @@ def run(
     """
     results = out / "retrieval.json"
     head = {
-        "model": {"name": name, "type": model.config.model_type, "dtype": str(model.dtype).removeprefix("torch.")},
+        "model": described(model, name),
         "text": haystack.sha256,
         "chat": prompts.chat,
         "examples": _fingerprint(prompts, haystack, config.seed),
@@ -356,7 +356,7 @@ def _held(results: Path, head: dict[str, Any]) -> dict[Key, dict[str, Any]]:
     if not results.exists():
         return {}
     data = json.loads(results.read_text(encoding="utf-8"))
-    same = all(data[key] == head[key] for key in ("model", "examples"))
+    same = same_model(data["model"], head["model"]) and data["examples"] == head["examples"]
     if not same or data["config"]["examples"] != head["config"]["examples"]:
         raise ValueError(f"{results}: holds another model, or other examples or more or fewer; choose another folder")
     for key in ("recipes", "tasks"):
