@@ -128,6 +128,18 @@ def test_help_has_an_example(command):
     assert f"isentrope study {command}" in tell("study", command, "--help").stdout
 
 
+def test_a_model_of_another_kind_is_not_evaluated(corpus, tmp_path):
+    """Its weights would be left out, and random ones measured."""
+    words = ("--data", corpus, "--recipe", "rope", "--out", tmp_path)
+    one_line(tell("evaluate", SHIPPED / "llama", *words), "expected one of type gau_alpha, got llama")
+    plan = tmp_path / "llama.yaml"
+    rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
+    plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{path: {SHIPPED / 'llama'}}}}}\n{rows}\n")
+    one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "gau_alpha, got llama")
+    plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{train: {{preset: causal}}}}}}\n{rows}\n")
+    one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "expected masked", "got causal")
+
+
 def test_the_llama_that_ships_knows_its_text():
     """An ordinary model of transformers, trained at 256 characters."""
     folder = Path(str(SHIPPED / "llama"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 from isentrope.files import complete
@@ -30,6 +30,14 @@ def check_model(name: str) -> str:
     if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
     return name
+
+
+def config_of(kind: type[PreTrainedConfig], model: str | Path) -> Any:
+    """The configuration of a model that must be of this kind: another's weights would be left out without a word."""
+    found = PreTrainedConfig.get_config_dict(check_model(str(model)))[0].get("model_type", kind.model_type)
+    if found != kind.model_type:
+        raise ValueError(f"model: expected one of type {kind.model_type}, got {found} in {model}")
+    return kind.from_pretrained(model)
 
 
 def check_tokens(folder: Path, tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from isentrope.models.config import GAUAlphaConfig, gau_recipe
 from isentrope.study.evaluate import Protocol
-from isentrope.study.place import check_model
+from isentrope.study.place import config_of
 from isentrope.study.regimen import configured
 
 PLANS = files("isentrope.study") / "plans"
@@ -100,8 +100,8 @@ class Plan:
         if start and start not in self.checkpoints and "/" not in start:
             raise ValueError(f"{where}: unknown start {start!r}{_hint(start, self.checkpoints)}")
         try:
-            if checkpoint.train:
-                configured(options.pop("preset", "train"), **options)
+            if checkpoint.train and configured(options.pop("preset", "train"), **options).objective != "masked":
+                raise ValueError("objective: expected masked, which this evaluates, got causal")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
 
@@ -259,7 +259,7 @@ def changed(plan: Plan, lengths: str | None, positions: int | None, seeds: str |
 def single(model: str, recipes: Iterable[str], lengths: str, positions: int, protocol: str) -> Plan:
     """One model under several recipes."""
     rows = tuple(Row(recipe, "plain", "model", recipe) for recipe in recipes)
-    trained = GAUAlphaConfig.from_pretrained(check_model(model)).max_position_embeddings
+    trained = config_of(GAUAlphaConfig, model).max_position_embeddings
     return Plan(
         name="-".join(("evaluate", *Path(model).parts[-2:])).replace("/", ""),
         title=f"{Path(model).name} under {len(rows)} recipes",

@@ -31,7 +31,7 @@ from isentrope.study.checkpoint import read_log, write_json
 from isentrope.study.evaluate import UnmeasurableError, evaluate, summary
 from isentrope.study.fit import fit
 from isentrope.study.inspect import layer_entropies
-from isentrope.study.place import check_tokens, place
+from isentrope.study.place import check_tokens, config_of, place
 from isentrope.study.plan import Checkpoint, Plan, Row
 from isentrope.study.prepare import Options, prepare
 from isentrope.study.progress import progress
@@ -174,6 +174,7 @@ def _checkpoint(
             if not file.is_file():
                 raise ValueError(f"checkpoint {checkpoint.name}: expected {file}, got no such file")
             content.update(file.read_bytes())
+        config_of(GAUAlphaConfig, folder)
         check_tokens(folder, AutoTokenizer.from_pretrained(prepared.tokenizer_path))
         return Trained(checkpoint.name, seed, folder, content.hexdigest()[:16])
     options = dict(checkpoint.train)
@@ -313,7 +314,7 @@ class _Evaluation:
         wanted = cell.trained.folder, cell.row.recipe
         if self.loaded[0] != wanted:
             self.loaded = (None, None)  # not two at a time
-            sizes: Any = GAUAlphaConfig.from_pretrained(cell.trained.folder)
+            sizes = config_of(GAUAlphaConfig, cell.trained.folder)
             # what the text leaves open is the plan's training length, whatever the model's config says
             recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
             model: Any = GAUAlphaForMaskedLM.from_pretrained(cell.trained.folder, recipe=recipe, dtype=self.dtype)

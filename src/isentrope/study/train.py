@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from isentrope.data.batches import Batches, Crops, NextTokens
 from isentrope.data.prepared import Prepared
@@ -27,7 +27,7 @@ from isentrope.models.config import gau_recipe
 from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
 from isentrope.study.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
-from isentrope.study.place import check_model, check_tokens
+from isentrope.study.place import check_tokens, config_of
 from isentrope.study.provenance import provenance
 from isentrope.study.regimen import HOW, LLAMA, Config
 from isentrope.study.step import Batch, Stepper, ahead
@@ -297,7 +297,7 @@ def _gau(config: Config, tokenizer: Any) -> PreTrainedModel:
     if config.model is None:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
-    found: Any = _described(GAUAlphaConfig, config.model)
+    found: Any = config_of(GAUAlphaConfig, config.model)
     options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
     return _loaded(GAUAlphaForMaskedLM, found, config, tokenizer, options)
 
@@ -307,19 +307,11 @@ def _llama(config: Config, tokenizer: Any) -> PreTrainedModel:
     if config.dropout is not None:
         options["attention_dropout"] = config.dropout
     if config.model is not None:
-        return _loaded(LlamaForCausalLM, _described(LlamaConfig, config.model), config, tokenizer, options)
+        return _loaded(LlamaForCausalLM, config_of(LlamaConfig, config.model), config, tokenizer, options)
     options |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer), "tie_word_embeddings": True}
     options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     return LlamaForCausalLM(LlamaConfig(**(options | LLAMA | (config.sizes or {}))))
-
-
-def _described(kind: type[PreTrainedConfig], model: str) -> PreTrainedConfig:
-    """The configuration of a model to start from, which must be of this kind."""
-    found = PreTrainedConfig.get_config_dict(check_model(model))[0].get("model_type", kind.model_type)
-    if found != kind.model_type:
-        raise ValueError(f"model: expected one of type {kind.model_type}, got {found} in {model}")
-    return kind.from_pretrained(model)
 
 
 def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict[str, Any]) -> PreTrainedModel:
