@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from math import exp, inf, nan
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from isentrope.cli import app
 from isentrope.report import grid, page, words
 from isentrope.report.claims import judge, said
+from isentrope.report.curves import curves
 from isentrope.report.numbers import number
 from isentrope.report.published import beside, step, tables
 from isentrope.report.study import Row, read
@@ -480,6 +482,22 @@ def test_heavy_figures_are_shown_as_png(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(page, "HEAVY", 10)
     text = page.page(tmp_path).read_text(encoding="utf-8")
     assert text.count("data:image/png") == 2 and "ACC against length" in text
+
+
+@pytest.mark.parametrize(("methods", "labels"), [("A", ["plain", "I.S."]), ("ABCDE", ["plain", "I.S.", "C.S."])])
+def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_column(
+    tmp_path: Path, methods: str, labels: list[str]
+) -> None:
+    """Only the last method has C.S., and the last two of five panels stand in a line of three."""
+    rows = [(method, variant) for method in methods for variant in labels[: 3 if method == "E" else 2]]
+    small(tmp_path, [cell(*row, length, 1.0) for row in rows for length in (128, 256)], rows)
+    curves(tmp_path)
+    for name in ("acc", "ppl"):
+        text = (tmp_path / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert [text.count(f"<!-- {label} -->") for label in labels] == [1] * len(labels)
+        assert text.count("<!-- tokens -->") == text.count("<!-- 256 -->") == min(3, len(methods))
+        figure = ElementTree.fromstring(text).find("{*}g")
+        assert figure is not None and [part.get("id") for part in figure][-1] == "legend_1"
 
 
 def test_many_claims_are_folded_by_verdict(tmp_path: Path) -> None:

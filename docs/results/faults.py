@@ -11,13 +11,13 @@ queries are rotated and sorted, and far keys, which need no rotation, are not so
 from __future__ import annotations
 
 import argparse
-import importlib
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
+from isentrope.backends import call
 from isentrope.data.prepared import Prepared
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
@@ -27,8 +27,7 @@ from isentrope.study.place import place
 from isentrope.study.provenance import provenance
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-attention = importlib.import_module("isentrope.attention")  # the module, not the function of that name
-fold = attention.fold
+fold = call.fold
 
 
 class Multiplied(PI):
@@ -74,7 +73,7 @@ def main() -> None:
                 part = position(*astuple(meant.position)[-1:], layout=meant.position.layout)
                 layer.gau.recipe = replace(meant, position=part)
             model.to(device).eval()
-            attention.fold = folds
+            call.fold = folds
             for length in LENGTHS:
                 protocol = Protocol(positions=options.positions)
                 scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from math import log
+from collections.abc import Iterable, Sequence
+from math import ceil, log
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -75,7 +76,7 @@ def _panels(plan: dict[str, Any], rows: list[dict[str, Any]], metric: str, word:
                 axes.yaxis.set_major_formatter(LogFormatter())  # 20, not 2 × 10¹
                 axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
         _frame(grid, len(groups), word)
-        (grid[0][0] if together else grid.flat[0]).legend(frameon=False, fontsize=8)
+        _legend(figure, _handles(grid), beside=together)
         return figure
 
 
@@ -120,7 +121,7 @@ def draw_beside(found: Beside, out: Path) -> list[Path]:
         shown = [variant for variant in variants if variant in {row.variant for row in found.rows}]
         handles = [_handle(variants.index(variant), variant) for variant in shown]
         handles += [Line2D([], [], color=INK, linestyle=DASHES, label="paper"), Line2D([], [], color=INK, label="here")]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+        _legend(figure, handles)
         return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
 
 
@@ -167,16 +168,40 @@ def _entropies(plan: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
             _lengths(axes, plan["lengths"], plan["train_length"])
             axes.set_title(", ".join(pair), fontsize=9)
         _frame(grid, len(shown), "entropy, nats")
-        grid[0][0].legend(frameon=False, fontsize=7)
+        _legend(figure, _handles(grid))
         return figure
+
+
+def _handles(grid: Any) -> list[Artist]:
+    """What the panels show, each label once, in the order they first have it."""
+    found: dict[str, Artist] = {}
+    for axes in grid.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return list(found.values())
+
+
+def _legend(figure: Figure, handles: Sequence[Artist], beside: bool = False) -> None:
+    """One legend for all panels, where it hides none of them: at the right, or below in as few lines as hold it."""
+    if beside:
+        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+        return
+    for lines in range(1, len(handles) + 1):
+        columns = ceil(len(handles) / lines)
+        legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _frame(grid: Any, panels: int, word: str) -> None:
     """Names the outer axes of a grid of panels; those beyond the last panel are not drawn."""
+    columns = len(grid[0])
     for axes in list(grid.flat)[panels:]:
         axes.set_axis_off()
-    for axes in grid[-1]:
+    for axes in list(grid.flat)[max(0, panels - columns) : panels]:  # the lowest panel of each column
         axes.set_xlabel("tokens")
+        axes.tick_params(labelbottom=True)
     for row_of_axes in grid:
         row_of_axes[0].set_ylabel(word)
 
