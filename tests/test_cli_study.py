@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, T5Config
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -131,7 +131,13 @@ def test_help_has_an_example(command):
 def test_a_model_of_another_kind_is_not_evaluated(corpus, tmp_path):
     """Its weights would be left out, and random ones measured."""
     words = ("--data", corpus, "--recipe", "rope", "--out", tmp_path)
-    one_line(tell("evaluate", SHIPPED / "llama", *words), "expected one of type gau_alpha, got llama")
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    one_line(tell("evaluate", tmp_path / "bert", *words), "expected a causal one or GAU-α, got BertForMaskedLM")
+    T5Config().save_pretrained(tmp_path / "t5")
+    one_line(tell("evaluate", tmp_path / "t5", *words), "got t5")
+    one_line(tell("evaluate", SHIPPED / "llama", *words), "data: expected text for a causal model")
+    one_line(tell("evaluate", SHIPPED / "dot", *words, "--length", "4x"), "--length: not for a model of type GAU-α")
+    one_line(tell("evaluate", SHIPPED / "dot", *words[:2]), "recipe, data: expected recipes and one corpus")
     plan = tmp_path / "llama.yaml"
     rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
     plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{path: {SHIPPED / 'llama'}}}}}\n{rows}\n")

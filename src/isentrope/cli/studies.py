@@ -90,15 +90,18 @@ def _compared(plan: Any, out: Path) -> bool:
     from rich.console import Console
 
     from isentrope.report import figures, leaderboard, retrieval
-    from isentrope.study.causal.plan import run
+    from isentrope.study.causal.plan import forgets, run
 
     quietly()
-    folder, failed = run(plan, out)
+    folder, failed = run(plan, out, lambda words: typer.echo(words, err=True))
     drawn = [*leaderboard.write(folder), *figures.perplexity(folder / "perplexity.json")]
     if (found := folder / "retrieval.json").exists():
         Console().print(retrieval.table(found))
         drawn += retrieval.heatmaps(found)
     Console().print(leaderboard.table(folder))
+    recipes = plan.perplexity.recipes
+    for line in leaderboard.verdict(folder, recipes, [*filter(forgets, recipes)]):
+        Console(soft_wrap=True).print(line)
     for path in drawn:
         typer.echo(path)
     return not failed
@@ -174,25 +177,82 @@ def study_figures(
         typer.echo("\n".join(map(str, drawn)))
 
 
+# options of `evaluate` that mean something for one kind of model alone
+OF_CAUSAL = ("length", "retrieval", "documents", "save", "gguf_file", "dtype", "device")
+OF_GAU = ("lengths", "positions", "protocol")
+
+
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A GAU-α model: a folder, such as RUN/best.")],
-    corpus: Annotated[Path, typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")],
-    recipe: Annotated[list[str], typer.Option(help="Recipes to compare; give it several times.")],
-    lengths: Annotated[str, typer.Option(help="Lengths in tokens.")] = "128,256,512,1024,2048,4096",
-    positions: Annotated[int, typer.Option(help="Masked positions a document; 0 for all.")] = 256,
-    protocol: Annotated[str, typer.Option(help="single: one token masked at a time; random: 15 % at once.")] = "single",
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results"),
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A causal model or GAU-α: a folder, or a name on the hub.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text: files, folders, globs; several times. GAU-α: what 'isentrope data prepare' wrote."),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Recipes to compare, several times; for causal models the usual ones.")
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens read of each document; 4x: times the training length.")] = "4x",
+    retrieval: Annotated[bool, typer.Option("--retrieval", help="Also ask for passkeys at that length.")] = False,
+    documents: Annotated[int, typer.Option(help="At most this many documents, the first that are long enough.")] = 8,
+    save: Annotated[Path | None, typer.Option(help="A new folder: the model with the best recipe.")] = None,
+    lengths: Annotated[str, typer.Option(help="GAU-α: lengths in tokens.")] = "128,256,512,1024,2048,4096",
+    positions: Annotated[int, typer.Option(help="GAU-α: masked positions a document; 0 for all.")] = 256,
+    protocol: Annotated[
+        str, typer.Option(help="GAU-α: single, one token masked at a time; random, 15 % at once.")
+    ] = "single",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; results/evaluate, or for GAU-α results.")
+    ] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
-    """Perplexity and accuracy of masked tokens at lengths past the training length.
+    """Which recipe works best for a model past its training length, on your own text. What is measured is kept.
+
+    A causal model: perplexity by position, the best recipe, and with --save the model that has it. GAU-α: perplexity
+    and accuracy of masked tokens.
+
+    isentrope evaluate MODEL --data books --save longer
 
     isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
     """
     with errors_in_one_line():
+        from isentrope.report.leaderboard import best
         from isentrope.study import plan as plans
+        from isentrope.study.causal.plan import single
+        from isentrope.study.place import causal_config, check_free, save_extended
 
-        if not _carried_out(plans.single(model, recipe, lengths, positions, protocol), out, corpus):
-            raise typer.Exit(1)
+        if not data:
+            raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
+        config = causal_config(model, gguf_file)
+        if config is None:
+            _refuse_given(context, OF_CAUSAL, "GAU-α")
+            if not recipe or len(data) > 1:
+                raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
+            plan = plans.single(model, recipe, lengths, positions, protocol)
+            raise typer.Exit(0 if _carried_out(plan, out or Path("results"), Path(data[0])) else 1)
+        _refuse_given(context, OF_GAU, config.model_type)
+        check_free(save)
+        loading = {"gguf_file": gguf_file, "dtype": dtype, "device": device}
+        compared = single(model, config, data, recipe or [], length, documents, retrieval, **loading)
+        out = out or Path("results/evaluate")
+        well = _compared(compared, out)
+        if save is not None:
+            found = best(out / compared.name, compared.perplexity.recipes)
+            if found is None:
+                raise ValueError("save: expected a recipe better than the model as it is, got none")
+            typer.echo(save_extended(compared.decoder["model"], found, save, gguf_file))
+        raise typer.Exit(0 if well else 1)
+
+
+def _refuse_given(context: typer.Context, names: tuple[str, ...], kind: str) -> None:
+    """Options that would be left aside without a word."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"--{name.replace('_', '-')}: not for a model of type {kind}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from rich.table import Table
+from rich.text import Text
 
 from isentrope.files import complete
 from isentrope.report.figures import COLOURS, GREY, INK, RC, save
@@ -31,7 +33,7 @@ def rank(folder: Path) -> dict[str, Any]:
     inside = {row["recipe"]: row for row in data.get("inside", [])}
     plain = next((row for row in data["rows"] if row["recipe"] == "plain"), None)
     within = [i for i, edge in enumerate(edges[1:]) if trained is not None and edge <= trained]
-    best = plain["perplexity"][within[-1]] if plain and within else None
+    own = plain["perplexity"][within[-1]] if plain and within else None
     seconds = {recipe: [c["seconds"] for c in data["cells"] if c["recipe"] == recipe] for recipe in _recipes(data)}
     mean = {recipe: sum(values) / len(values) for recipe, values in seconds.items()}
     rows = []
@@ -39,15 +41,72 @@ def rank(folder: Path) -> dict[str, Any]:
         recipe = row["recipe"]
         rows.append({
             "recipe": recipe,
+            "texts": row["texts"],
             "perplexity": row["perplexity"],
             "bits_per_byte": row.get("bits_per_byte"),
-            "ratio": None if best is None else row["perplexity"][-1] / best,
+            "ratio": None if own is None else row["perplexity"][-1] / own,
             "inside": inside.get(recipe, {}).get("percent"),
             "cost": mean[recipe] / mean["plain"] if "plain" in mean else None,
             "retrieval": found.get(recipe, {}),
         })  # fmt: skip
     rows.sort(key=lambda row: row["perplexity"][-1])
-    return {"model": data["model"], "train_length": trained, "edges": edges, "rows": rows}
+    head = {"model": data["model"], "train_length": trained, "texts": len(data["texts"]), "edges": edges}
+    return head | {"inside": own, "rows": rows}
+
+
+def best(folder: Path, recipes: Collection[str]) -> str | None:
+    """Of these recipes the one with the lowest perplexity at the end, lower than the plain model's, among those that
+    cost no more than DEGRADED inside the training length; None where there is none."""
+    return next((row["recipe"] for row in _better(rank(folder), recipes) if row["inside"] <= DEGRADED), None)
+
+
+def verdict(folder: Path, recipes: Collection[str], forgetful: Collection[str] = ()) -> list[Text]:
+    """The best of these recipes and by how much, then those that cost too much inside the training length.
+
+    forgetful: recipes that see only a part of the text, beside which the best of the others is named.
+    """
+    board = rank(folder)
+    plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
+    if plain is None or board["inside"] is None:
+        return []
+    rows = {row["recipe"]: row for row in board["rows"]}
+    found, others = best(folder, recipes), [recipe for recipe in recipes if recipe not in forgetful]
+    lines = [Text(f"best: {_told(rows[found], plain, board)}" if found else _none(board))]
+    if found in forgetful:
+        other = best(folder, others)
+        words = _told(rows[other], plain, board) if other else "none is better than plain"
+        lines += [Text(f"It forgets what its window has left behind. Of those that see all of the text: {words}")]
+    for row in board["rows"]:
+        if row["recipe"] in recipes and (row["inside"] or 0) > DEGRADED:
+            words = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
+            lines.append(Text(words, style="red"))
+    return lines
+
+
+def _better(board: dict[str, Any], recipes: Collection[str]) -> list[dict[str, Any]]:
+    """Rows on all texts that are better than the plain model's at the end, the best first."""
+    rows = [row for row in board["rows"] if row["texts"] == board["texts"]]
+    plain = next((row for row in rows if row["recipe"] == "plain"), None)
+    asked = [row for row in rows if row["recipe"] in recipes and row["inside"] is not None]
+    return [row for row in asked if plain and row["perplexity"][-1] < plain["perplexity"][-1]]
+
+
+def _told(row: dict[str, Any], plain: dict[str, Any], board: dict[str, Any]) -> str:
+    last, there = row["perplexity"][-1], plain["perplexity"][-1]
+    return (
+        f"{row['recipe']}: perplexity {_number(last)} at {_last(board)}, "
+        f"{last / there:.3g} of plain's {_number(there)} there and {row['ratio']:.3f} of "
+        f"its {_number(board['inside'])} inside the training length, where the recipe costs {row['inside']:+.2f} %"
+    )
+
+
+def _none(board: dict[str, Any]) -> str:
+    cost = f"costs {DEGRADED} % or less inside the training length"
+    return f"best: plain: no recipe that {cost} is better at {_last(board)}"
+
+
+def _last(board: dict[str, Any]) -> str:
+    return "–".join(map(thousands, board["edges"][-2:]))
 
 
 def write(folder: Path) -> list[Path]:
@@ -69,14 +128,11 @@ def table(folder: Path) -> Table:
     heads, rows = _cells(board)
     caption = f"By perplexity in the last bucket; inside: change inside the training length, red above {DEGRADED} %."
     shown = Table(title=f"Recipes: {board['model']['name']}", caption=caption, **STYLE)
-    shown.add_column(heads[0], overflow="fold", min_width=24)
+    shown.add_column(heads[0], overflow="fold", min_width=16)
     for head in heads[1:]:
         shown.add_column(head, justify="right")
-    place = heads.index("inside") if "inside" in heads else None
     for told, row in zip(board["rows"], rows, strict=True):
-        if place is not None and (told["inside"] or 0) > DEGRADED:
-            row[place] = f"[red]{row[place]}[/red]"
-        shown.add_row(*row)
+        shown.add_row(*row, style="red" if (told["inside"] or 0) > DEGRADED else None)
     return shown
 
 
@@ -111,8 +167,13 @@ def _cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     columns += [(name, lambda row, name=name: _share(row["retrieval"].get(name))) for name in asked]
     columns = [(head, cell) for head, cell in columns if any(cell(row) is not None for row in board["rows"])]
-    rows = [[row["recipe"], *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
+    rows = [[_named(row, board), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
     return ["recipe", *(head for head, _ in columns)], rows
+
+
+def _named(row: dict[str, Any], board: dict[str, Any]) -> str:
+    few = row["texts"] < board["texts"]
+    return f"{row['recipe']} ({row['texts']} of {board['texts']} texts)" if few else row["recipe"]
 
 
 def _markdown(lines: list[list[str]]) -> str:
@@ -142,7 +203,7 @@ def _figure(board: dict[str, Any]) -> Figure:
     for place, value in zip(places, last, strict=True):
         left.annotate(_number(value), (value, place), (7, 0), textcoords="offset points", va="center", color=INK)
     left.set_yticks(places, names)
-    left.set_title(f"perplexity at {'–'.join(map(thousands, board['edges'][-2:]))}")
+    left.set_title(f"perplexity at {_last(board)}")
     changes = [row["inside"] or 0.0 for row in rows]
     right.barh(places, changes, color=[RED if change > DEGRADED else COLOURS[1] for change in changes], height=0.62)
     right.axvline(DEGRADED, color=RED, linewidth=1)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from isentrope.files import complete
 from isentrope.hf.extend import extend
+from isentrope.models import GAUAlphaConfig
 from isentrope.recipe import Recipe
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -40,6 +42,24 @@ def config_of(kind: type[PreTrainedConfig], model: str | Path) -> Any:
     return kind.from_pretrained(model)
 
 
+def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
+    """The configuration of a causal model, None for GAU-α; other kinds are refused."""
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    found = PreTrainedConfig.get_config_dict(check_model(model), **options)[0]
+    if not found:
+        raise ValueError(f"{model}: expected a model, got no config.json")
+    kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
+    if kind == GAUAlphaConfig.model_type:
+        return None
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    # some kinds may be read either way: a BERT for masked tokens would load, and look ahead
+    saved = found.get("architectures") or [causal]
+    if causal is None or causal not in saved:
+        what = ", ".join(filter(None, saved)) or kind
+        raise ValueError(f"model: expected a causal one or GAU-α, got {what} in {model}")
+    return AutoConfig.from_pretrained(model, **options)
+
+
 def check_tokens(folder: Path, tokenizer: Any) -> None:
     """Make sure that a model's tokens are those of a corpus: with others it would answer, and mean nothing."""
     if (folder / "tokenizer.json").is_file():
@@ -56,7 +76,7 @@ def check_free(folder: Path | None) -> None:
         raise ValueError(f"save: expected a folder that is not there yet, got {folder}")
 
 
-def save_extended(name: str, recipe: Recipe, folder: Path, gguf_file: str | None = None) -> Path:
+def save_extended(name: str, recipe: Recipe | str, folder: Path, gguf_file: str | None = None) -> Path:
     """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it."""
     check_free(folder)
     options = {"gguf_file": gguf_file} if gguf_file else {}

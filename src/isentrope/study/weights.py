@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.attention import attention, calls_of, geometry
+from isentrope.asked import calls_of, geometry
+from isentrope.attention import attention
 from isentrope.backends.call import Call
 from isentrope.backends.sdpa import MOST_HEAD_DIM
 from isentrope.hf.observe import Seen

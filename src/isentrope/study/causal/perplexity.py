@@ -140,6 +140,12 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
     return texts
 
 
+def check_texts(texts: Sequence[Text], length: int) -> None:
+    short = [text.name for text in texts if len(text.tokens) < length]
+    if short or not texts:
+        raise ValueError(f"texts: expected documents of {length} tokens or more, got {short or 'none'}")
+
+
 def _ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Where tokens end in the text's UTF-8, from where they end in its characters."""
     code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -153,9 +159,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
 
     A cell (recipe × text) that the file already holds is not measured again, and stays there.
     """
-    short = [text.name for text in texts if len(text.tokens) < config.length]
-    if short or not texts:
-        raise ValueError(f"texts: expected documents of {config.length} tokens or more, got {short or 'none'}")
+    check_texts(texts, config.length)
     results = out / "perplexity.json"
     out.mkdir(parents=True, exist_ok=True)
     head = {

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from glob import glob
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from isentrope.data.prepared import MANIFEST
+from isentrope.data.source import Source
+from isentrope.hf.plan import train_length
+from isentrope.recipe import Recipe
 from isentrope.study.causal import perplexity, retrieval
+from isentrope.study.causal.perplexity import OPEN, PLAIN
 from isentrope.study.checkpoint import write_json
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
@@ -19,7 +31,11 @@ RETRIEVAL = ("tasks", "lengths", "depths", "examples", "seed", "score", "text")
 
 @dataclass(frozen=True)
 class Plan:
-    """decoder: which model, and how it is loaded. haystack: files to hide needles in; none for plain sentences."""
+    """decoder: which model, and how it is loaded. haystack: files to hide needles in; none for plain sentences.
+
+    usual: the recipes are those of `usual`, of which a model need not take all. alone: results with texts that are not
+    the plan's are refused.
+    """
 
     name: str
     title: str
@@ -29,6 +45,8 @@ class Plan:
     perplexity: perplexity.Config
     retrieval: retrieval.Config | None
     haystack: tuple[Path, ...]
+    usual: bool = False
+    alone: bool = False
 
 
 def load(path: Path) -> Plan | None:
@@ -56,12 +74,98 @@ def load(path: Path) -> Plan | None:
     return Plan(path.stem, title, data["decoder"], texts, int(data.get("documents", 8)), config, asked, haystack)
 
 
-def run(plan: Plan, out: Path) -> tuple[Path, int]:
+def single(
+    model: str,
+    config: PreTrainedConfig,
+    data: Sequence[str],
+    recipes: Sequence[str],
+    length: str,
+    documents: int = 8,
+    passkeys: bool = False,
+    **loading: str | None,
+) -> Plan:
+    """One model, as it is and under these recipes, or the usual ones where there are none.
+
+    data: files, folders and globs. length: tokens, or 4x for four times the training length. loading: as in DECODER.
+    """
+    trained = train_length(config.get_text_config())
+    if trained is None or trained < 4:
+        raise ValueError(f"model: expected a config that tells the training length, got {trained} in {model}")
+    tokens = _tokens(length, trained)
+    asked = tuple(dict.fromkeys((PLAIN, *(recipes or usual(trained, tokens)))))
+    where = Path(os.path.abspath(Path(model).expanduser())) if Path(model).expanduser().is_dir() else Path(model)
+    gguf = loading.get("gguf_file")
+    name = "-".join((*where.parts[-2:], *([Path(gguf).stem] if gguf else []), str(tokens))).replace("/", "")
+    return Plan(
+        name=name,
+        title=f"{where.name} at {tokens} tokens",
+        decoder={"model": str(where)} | {key: value for key, value in loading.items() if value is not None},
+        texts=tuple(path for word in data for path in _texts(word)),
+        documents=documents,
+        perplexity=perplexity.Config(asked, _edges(trained, tokens)),
+        retrieval=retrieval.Config(asked, ("passkey",), (tokens,), (0, 50, 100)) if passkeys else None,
+        haystack=(),
+        usual=not recipes,
+        alone=True,
+    )
+
+
+def usual(trained: int, length: int) -> tuple[str, ...]:
+    """What is worth trying on a rotary model: windows within its training length, factors that the length asks for."""
+    half, most, factor = trained // 2, max(1, trained - 5), f"{length / trained:g}"
+    # the smallest with which the farthest of grouped positions is one that the model has seen
+    group = next(g for g in count(1) if (length - 1) // g + half - half // g < trained)
+    return (
+        "infoscale",
+        f"yarn:factor={factor}+yarntemperature:factor={factor}",
+        f"rerope:window={half}",
+        f"rerope:window={half}+infoscale",
+        f"selfextend:window={half},group={group}",
+        f"sink:sinks=4,size={max(1, trained - 4)}",
+        f"rerope:window={most}+lambda:sinks=5,window={most}",
+    )
+
+
+def forgets(recipe: str) -> bool:
+    """Whether a recipe lets attention see only a part of the text."""
+    return Recipe.parse(recipe, **OPEN).mask is not None
+
+
+def _tokens(text: str, trained: int) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)[x×](?:train)?|(\d+)", text.strip())
+    if found is None:
+        raise ValueError(f"length: expected tokens such as 8192, or 4x the training length, got {text!r}")
+    tokens = int(found[2]) if found[2] else int(float(found[1]) * trained)
+    if tokens <= trained:
+        raise ValueError(f"length: expected more than the training length of {trained} tokens, got {tokens}")
+    return tokens
+
+
+def _edges(trained: int, length: int) -> tuple[int, ...]:
+    """Two buckets inside the training length, then doublings of it; the last is never a mere rest."""
+    doubled = takewhile(lambda edge: 1.5 * edge <= length, (trained << n for n in count(1)))
+    return tuple(sorted({0, trained // 2, trained, *doubled, length}))
+
+
+def _texts(word: str) -> list[Path]:
+    if (Path(word) / MANIFEST).is_file():
+        raise ValueError(f"data: expected text for a causal model, got {word}, prepared for GAU-α")
+    if not Path(word).exists() and Source(word).kind != "files":
+        raise ValueError(f"data: expected a file, a folder or a glob, got {word!r}")
+    return Source(word).paths
+
+
+def run(plan: Plan, out: Path, say: Callable[[str], None] = lambda words: None) -> tuple[Path, int]:
     """Measure what is missing in the folder `out`/NAME; returns it, and how many cells failed."""
     folder, failed = out / plan.name, 0
     name, gguf = str(plan.decoder["model"]), plan.decoder.get("gguf_file")
-    model = perplexity.load(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf)
     texts = perplexity.read(plan.texts, name, gguf, plan.perplexity.length, plan.documents)
+    perplexity.check_texts(texts, plan.perplexity.length)  # before a model is loaded
+    if plan.alone:
+        _check_alone(folder / "perplexity.json", texts)
+    model = perplexity.load(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf)
+    _check_reach(model, plan.perplexity.length)
+    plan = _taken(plan, model, say)
     shown = Path(name).name
     perplexity.run(model, shown, texts, plan.perplexity, folder)
     if plan.retrieval is not None:
@@ -70,6 +174,39 @@ def run(plan: Plan, out: Path) -> tuple[Path, int]:
         failed = retrieval.run(model, shown, prompts, haystack, plan.retrieval, folder)[1]
     write_json(folder / "decoder.json", {"name": plan.name, "title": plan.title, "model": shown})
     return folder, failed
+
+
+def _check_alone(results: Path, texts: Sequence[perplexity.Text]) -> None:
+    """Means over other texts too would be neither those asked for, nor the same for every recipe."""
+    if results.exists():
+        held = {text["sha256"] for text in json.loads(results.read_text(encoding="utf-8"))["texts"]}
+        if others := held - {text.sha256 for text in texts}:
+            raise ValueError(f"{results}: holds {len(others)} other texts; choose another folder")
+
+
+def _check_reach(model: PreTrainedModel, length: int) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and re.search("pos|wpe", name) and module.num_embeddings < length:
+            most, kind = module.num_embeddings, model.config.model_type
+            raise ValueError(f"{kind}: expected a model that can read {length} tokens, got {most} learned positions")
+
+
+def _taken(plan: Plan, model: PreTrainedModel, say: Callable[[str], None]) -> Plan:
+    """The plan with the recipes that the model takes; one that somebody chose and it refuses is an error."""
+    taken, error = list[str](), None
+    for recipe in plan.perplexity.recipes:
+        try:
+            with perplexity.under(model, recipe):
+                taken.append(recipe)
+        except ValueError as refusal:
+            if not plan.usual:
+                raise
+            error = refusal
+            say(f"left out {recipe}: {refusal}")
+    if error is not None and taken == [PLAIN]:
+        raise error
+    config, asked = replace(plan.perplexity, recipes=tuple(taken)), plan.retrieval
+    return replace(plan, perplexity=config, retrieval=asked and replace(asked, recipes=tuple(taken)))
 
 
 def _check_keys(where: str, data: Any, known: tuple[str, ...], needed: tuple[str, ...]) -> None:
