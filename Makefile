@@ -33,8 +33,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## each method against plain SDPA on this CPU
-	$(BIN)/python benchmarks/attention_cpu.py
+bench: $(READY)  ## every method as a ratio to its baseline: the whole suite
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/plot.py results/benchmarks.json
 
 clean:
 	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

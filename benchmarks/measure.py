@@ -1,87 +1,207 @@
-"""Timing and memory."""
+"""Timing, memory, and what one row of results says."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from isentrope.files import complete
-from isentrope.study.provenance import provenance
+
+Call = Callable[[], object]
+Row = dict[str, Any]
+BLANK: Row = dict.fromkeys(
+    ("group", "method", "n", "ms", "baseline", "baseline_ms", "ratio", "tflops", "peak_bytes", "baseline_peak",
+     "target", "met", "cold_ms", "note")
+)  # fmt: skip
 
 
-def gpu_times(functions: Sequence[Callable[[], object]], repeats: int = 20, warm: int = 3) -> list[float]:
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes of a run. Targets are set for the full shapes on a GPU and are left out everywhere else."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    size: int
+    short: int
+    middle: int
+    long: int
+    windows: tuple[int, int]
+    train_length: int
+    scaling: tuple[int, ...]
+    most_ms: float  # a method grows no further once its next length is predicted to take longer
+    seconds: float  # of repeats for one ratio
+    least: int  # repeats
+    batches: tuple[int, int]  # of decoding
+    decoder_layers: int
+    evaluate: tuple[int, int]
+    train: tuple[tuple[int, int, int], ...]  # batch, length, steps
+    compilations: tuple[int, int, int]  # how many lengths, from, to
+    targets: bool = False
+
+
+def sizes(quick: bool = False) -> Sizes:
+    """The shapes for the machine at hand."""
+    if torch.cuda.is_available():
+        common: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "heads": 32, "size": 128}
+        if quick:
+            return Sizes(
+                **common, short=2048, middle=4096, long=8192, windows=(256, 1024), train_length=512,
+                scaling=powers(1024, 16384), most_ms=300, seconds=0.2, least=3, batches=(1, 2), decoder_layers=4,
+                evaluate=(4, 1024), train=((16, 64, 20),), compilations=(8, 1000, 2000),
+            )  # fmt: skip
+        return Sizes(
+            **common, short=16384, middle=32768, long=131072, windows=(1024, 4096), train_length=2048,
+            scaling=powers(1024, 1 << 20), most_ms=3000, seconds=1.5, least=5, batches=(1, 8), decoder_layers=30,
+            evaluate=(32, 4096), train=((128, 64, 300), (128, 512, 40)), compilations=(50, 1000, 8000), targets=True,
+        )  # fmt: skip
+    common = {"device": "cpu", "dtype": torch.float32, "heads": 4, "size": 64}
+    if quick:
+        return Sizes(
+            **common, short=128, middle=256, long=512, windows=(32, 64), train_length=64, scaling=powers(128, 512),
+            most_ms=100, seconds=0.02, least=1, batches=(1, 2), decoder_layers=1, evaluate=(2, 64),
+            train=((2, 32, 2),), compilations=(3, 100, 200),
+        )  # fmt: skip
+    return Sizes(
+        **common, short=1024, middle=2048, long=4096, windows=(256, 512), train_length=512, scaling=powers(512, 4096),
+        most_ms=2000, seconds=0.5, least=3, batches=(1, 2), decoder_layers=4, evaluate=(2, 512),
+        train=((8, 64, 5),), compilations=(10, 500, 2000),
+    )  # fmt: skip
+
+
+def powers(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first … last."""
+    return tuple(first << i for i in range((last // first).bit_length()))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to come: `work` measures and returns what the row says. free: reckoned from rows already there."""
+
+    group: str
+    method: str
+    n: int
+    work: Callable[[], Row]
+    free: bool = False
+
+
+def times(functions: Sequence[Call], size: Sizes) -> list[float]:
+    """Median milliseconds of each function, warm, all taking turns; as many turns as fit into the time there is."""
+    turns = gpu_times if size.device == "cuda" else cpu_times
+    once = sum(turns(functions, 1, 1))
+    repeats = max(size.least, min(30, int(1000 * size.seconds / once)))
+    return turns(functions, repeats, 1)
+
+
+def gpu_times(functions: Sequence[Call], repeats: int = 20, warm: int = 3) -> list[float]:
     """Median milliseconds of each function between events, warm, all taking turns."""
     for function in functions:
         for _ in range(warm):
             function()
-    times: list[list[float]] = [[] for _ in functions]
+    taken: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
+        for function, into in zip(functions, taken, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()
             end.record()
             end.synchronize()
-            taken.append(start.elapsed_time(end))
-    return [statistics.median(taken) for taken in times]
+            into.append(start.elapsed_time(end))
+    return [statistics.median(each) for each in taken]
 
 
-def gpu_peak(function: Callable[[], object]) -> int:
-    """Bytes allocated at the worst moment of one call, above what was allocated before it."""
+def cpu_times(functions: Sequence[Call], repeats: int = 5, warm: int = 1) -> list[float]:
+    """Median milliseconds of each function, warm, all taking turns."""
+    for function in functions:
+        for _ in range(warm):
+            function()
+    taken: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, into in zip(functions, taken, strict=True):
+            start = time.perf_counter()
+            function()
+            into.append((time.perf_counter() - start) * 1000)
+    return [statistics.median(each) for each in taken]
+
+
+def peak(function: Call) -> int | None:
+    """Bytes at the worst moment of one call above what was there before it, less what it returns.
+
+    On a CPU the growth of resident memory, which is rough below a few MiB; None where the system does not tell.
+    """
+    return gpu_peak(function) if torch.cuda.is_available() else cpu_peak(function)
+
+
+def gpu_peak(function: Call) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = function()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del result
-    return peak
+    return torch.cuda.max_memory_allocated() - before - held(result)
 
 
-def cpu_time(function: Callable[[], object], seconds: float = 1.0, least: int = 3) -> float:
-    """Median milliseconds of warm calls."""
-    function()
-    times: list[float] = []
-    while len(times) < least or sum(times) < seconds * 1000:
-        start = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - start) * 1000)
-    return statistics.median(times)
+def cpu_peak(function: Call) -> int | None:
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or memory let go earlier would be found again unseen
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
+        before = _resident("VmRSS")
+    except (OSError, AttributeError):
+        return None
+    result = function()
+    return max(0, _resident("VmHWM") - before - held(result))
 
 
-def cpu_peak(code: str) -> int:
-    """Bytes by which running `code` in a fresh process raises its resident memory at the worst moment (Linux).
-
-    The code defines `prepare()`, run first, and `work()`, which is measured.
-    """
-    script = code + WATCH
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1]) * 1024
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-WATCH = """
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-prepare()
-with open("/proc/self/clear_refs", "w") as reset:
-    reset.write("5")  # the peak starts anew from what is resident now
-before = status("VmRSS")
-work()
-print(status("VmHWM") - before)
-"""
+def held(result: object) -> int:
+    """Bytes of the tensors in a result."""
+    if isinstance(result, torch.Tensor):
+        return result.nbytes
+    parts = result if isinstance(result, (tuple, list)) else getattr(result, "__dict__", {}).values()
+    return sum(held(part) for part in parts)
 
 
-def save(path: Path, rows: list[dict[str, object]]) -> None:
+def compared(
+    size: Sizes, ours: Call, base: Call, baseline: str, target: float | None = None, flops: float | None = None
+) -> Row:
+    """Times and peaks of a call and of what it is measured against, taking turns."""
+    ms, base_ms = times((ours, base), size)
+    return {
+        "ms": ms, "baseline": baseline, "baseline_ms": base_ms, "ratio": ms / base_ms, "target": target,
+        "tflops": None if flops is None else flops / ms / 1e9, "peak_bytes": peak(ours), "baseline_peak": peak(base),
+    }  # fmt: skip
+
+
+def upper_half(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The longer half of the lengths, three at least."""
+    return sorted(points)[min(len(points) // 2, max(0, len(points) - 3)) :]
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> float | None:
+    """Slope of log time against log n, least squares, over the upper half of the lengths; None below three points."""
+    upper = upper_half(points)
+    if len(upper) < 3:
+        return None
+    x, y = ([log(point[axis]) for point in upper] for axis in (0, 1))
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+def save(path: Path, rows: list[Row], **more: Any) -> None:
     """Write results complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with complete(path) as file:
-        file.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n")
+        file.write_text(json.dumps({**more, "rows": rows}, indent=1) + "\n")

@@ -1,0 +1,416 @@
+"""Attention by itself: each method against compiled RoPE + SDPA, or against what its group names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Call, Job, Row, Sizes, compared, exponent, peak, times, upper_half
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import isentrope as ise
+from isentrope.compiled import fresh
+from isentrope.layout import _recent
+
+MILLION = 1 << 20
+PLAIN = "RoPE + SDPA"
+BACKWARD_FLOPS = 3.5  # of forward and backward together, in forwards
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe, and how many keys its mask leaves: sinks and a window, or all."""
+
+    name: str
+    recipe: str
+    window: int | None = None
+    sinks: int = 0
+
+    def flops(self, n: int, size: Sizes) -> float:
+        """Multiplications and additions in q·k and p·v of the pairs that a causal mask and the window leave."""
+        seen = n if self.window is None else min(n, self.window + self.sinks)
+        return 4.0 * (seen * n - seen * (seen - 1) // 2) * size.size * size.heads
+
+
+def infoscale(size: Sizes, name: str, position: str, score: str = "") -> Method:
+    return Method(name, f"{position}+infoscale:train_length={size.train_length}{score}")
+
+
+def folded(size: Sizes) -> dict[str, Method]:
+    """Methods that change q and k alone."""
+    cosine = "+cosine:alpha=128"
+    return {
+        "InfoScale": infoscale(size, "InfoScale + RoPE", "rope"),
+        "PI": infoscale(size, "InfoScale + PI", "pi:factor=16"),
+        "YaRN": infoscale(size, "InfoScale + YaRN", "yarn:factor=16"),
+        "CosScale": infoscale(size, "CosScale + InfoScale", "rope", cosine),
+    }
+
+
+def branched(window: int) -> list[Method]:
+    """Methods whose positions are of two kinds, near and far."""
+    return [
+        Method(f"ReRoPE {window}", f"rerope:window={window}"),
+        Method(f"Leaky ReRoPE {window}", f"leakyrerope:window={window}"),
+        Method(f"SelfExtend {window}/8", f"selfextend:window={window},group=8"),
+    ]
+
+
+def windowed(window: int) -> list[Method]:
+    lambda_ = f"rerope:window={window}+lambda:sinks=5,window={window}"
+    return [
+        Method(f"window {window}", f"rope+window:size={window}", window),
+        Method(f"StreamingLLM 4 + {window}", f"rope+sink:sinks=4,size={window}", window, 4),
+        Method(f"LM-Infinite 5 + {window}", lambda_, window, 5),
+    ]
+
+
+def million(size: Sizes) -> Method:
+    window = size.windows[0]
+    recipe = f"rope+infoscale:train_length={size.train_length}+window:size={window}"
+    return Method(f"window {window} + InfoScale", recipe, window)
+
+
+ALIBI = Method("ALiBi", "alibi")
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+@cache
+def rope_for(n: int, grad: bool, device: str) -> Callable[..., Tensor]:
+    """Compiled for one length, with a code object of its own: past a few lengths torch quietly stops compiling one."""
+    return torch.compile(fresh(rope), dynamic=False, fullgraph=True) if device == "cuda" else rope
+
+
+@cache
+def flex_for(n: int) -> Callable[..., Tensor]:
+    return torch.compile(fresh(_flex), dynamic=False, fullgraph=True)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    return flex_attention(q, k, v, block_mask=mask)
+
+
+class Inputs:
+    """Random q, k and v of one length, one length at a time, and the baselines on them."""
+
+    def __init__(self, size: Sizes) -> None:
+        self.size, self.n, self.grad = size, 0, False
+        self.chosen: dict[tuple[int, bool], SDPBackend] = {}
+
+    def at(self, n: int, grad: bool = False) -> Inputs:
+        if (n, grad) == (self.n, self.grad):
+            return self
+        self.free()
+        size, make = self.size, torch.Generator(self.size.device).manual_seed(0)
+        shape, options = (1, size.heads, n, size.size), {"device": size.device, "dtype": size.dtype, "generator": make}
+        self.q, self.k, self.v = (torch.randn(shape, **options).requires_grad_(grad) for _ in range(3))
+        theta = 1e4 ** (-torch.arange(0, size.size, 2, device=size.device) / size.size)
+        angle = torch.arange(n, device=size.device)[:, None] * theta
+        self.cos, self.sin = angle.cos(), angle.sin()
+        self.out_grad = torch.randn(shape, **options) if grad else None
+        self.n, self.grad = n, grad
+        return self
+
+    def free(self) -> None:
+        """Let go of everything, also of what attention keeps for a layout."""
+        self.q = self.k = self.v = self.cos = self.sin = self.out_grad = None  # type: ignore[assignment]
+        self.n = 0
+        _recent.clear()
+        if self.size.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def call(self, method: Method, **options: Any) -> Call:
+        return self._run(lambda: ise.attention(self.q, self.k, self.v, method.recipe, causal=True, **options))
+
+    def baseline(self) -> tuple[Call, str]:
+        """RoPE by a compiled function, then SDPA on the fastest of its backends, and what that is called."""
+        if self.size.device != "cuda":
+            return self._plain(None), PLAIN
+        backend = self._fastest()
+        return self._plain(backend), f"{PLAIN} ({backend.name.split('_')[0].lower()})"
+
+    def _fastest(self) -> SDPBackend:
+        """The choice for a length; beyond the long one it is that of the long one."""
+        known = self.chosen.get((self.n, self.grad))
+        if known is None and self.n > self.size.long:
+            known = self.chosen.get((self.size.long, self.grad))
+        if known is None:
+            taken = {}
+            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+                try:
+                    taken[backend] = times((self._plain(backend),), self.size)[0]
+                except RuntimeError:  # not on this card, or not at this shape
+                    continue
+            known = min(taken, key=taken.__getitem__) if taken else SDPBackend.EFFICIENT_ATTENTION
+            self.chosen[self.n, self.grad] = known
+        return known
+
+    def _plain(self, backend: SDPBackend | None) -> Call:
+        turn = rope_for(self.n, self.grad, self.size.device)
+
+        def attend() -> Tensor:
+            q, k = (turn(x, self.cos, self.sin) for x in (self.q, self.k))
+            if backend is None:
+                return F.scaled_dot_product_attention(q, k, self.v, is_causal=True)
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, self.v, is_causal=True)
+
+        return self._run(attend)
+
+    def flex_window(self, window: int, rotate: bool) -> Call:
+        """FlexAttention's own sliding window: compiled, its block mask built beforehand."""
+        mask = torch.compile(create_block_mask)(
+            lambda b, h, i, j: (i >= j) & (i - j < window), None, None, self.n, self.n, device=self.size.device
+        )
+        attend = flex_for(self.n)
+        turn = rope_for(self.n, self.grad, self.size.device)
+
+        def run() -> Tensor:
+            q, k = (turn(x, self.cos, self.sin) if rotate else x for x in (self.q, self.k))
+            return attend(q, k, self.v, mask)
+
+        return self._run(run)
+
+    def _run(self, attend: Callable[[], Any]) -> Call:
+        """The call without gradients, or forward and backward."""
+
+        def forward() -> object:
+            with torch.no_grad():
+                return attend()
+
+        def both() -> object:
+            return torch.autograd.grad(attend(), (self.q, self.k, self.v), self.out_grad)
+
+        return both if self.grad else forward
+
+
+def cold(call: Call, size: Sizes) -> float:
+    """Milliseconds of a call when geometry and block masks are built anew, kernels being compiled already."""
+
+    def anew() -> None:
+        _recent.clear()
+        call()
+
+    return times((anew,), replace(size, seconds=0.0, least=3))[0]
+
+
+def attention(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """Each method against RoPE + SDPA."""
+    methods = folded(size)
+    every = (size.short, size.middle, size.long)
+    planned = [(methods[name], every, 1.02) for name in ("InfoScale", "PI", "YaRN")]
+    planned.append((methods["CosScale"], (size.short, size.middle), 1.05))
+    planned += [(m, (size.middle, size.long), 1.12) for window in size.windows for m in branched(window)]
+    planned.append((ALIBI, (size.middle, size.long), None))
+    for n in every:
+        for method, lengths, target in planned:
+            if n in lengths:
+                yield Job("attention", method.name, n, partial(_attention, size, inputs, method, n, target))
+
+
+def _attention(size: Sizes, inputs: Inputs, method: Method, n: int, target: float | None) -> Row:
+    at = inputs.at(n)
+    call, (base, name) = at.call(method), at.baseline()
+    row = compared(size, call, base, name, target, method.flops(n, size))
+    return row | {"cold_ms": cold(call, size)}
+
+
+def window(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """Windows against FlexAttention's own, and whether their time is linear."""
+    for method in windowed(size.windows[0]):
+        done: dict[int, float] = {}
+        for n in (size.middle, size.long):
+            yield Job("window", method.name, n, partial(_window, size, inputs, method, n, done))
+        if len(done) == 2:
+            yield Job("window", f"{method.name}, growth", size.long, partial(_growth, size, done), free=True)
+
+
+def _window(size: Sizes, inputs: Inputs, method: Method, n: int, done: dict[int, float]) -> Row:
+    at = inputs.at(n)
+    call = at.call(method)
+    if size.device != "cuda":  # FlexAttention is for GPUs
+        base, name = at.baseline()
+        row = compared(size, call, base, name, None, method.flops(n, size))
+    else:
+        base, bare = (at.flex_window(size.windows[0], rotate) for rotate in (True, False))
+        row = compared(size, call, base, "RoPE + FlexAttention's window", 1.0, method.flops(n, size))
+        ours, theirs = times((call, bare), size)
+        row["note"] = f"{ours / theirs:.2f} × FlexAttention without RoPE"
+        row["bare_ratio"] = ours / theirs
+    done[n] = row["ms"]
+    return row | {"cold_ms": cold(call, size)}
+
+
+def _growth(size: Sizes, done: dict[int, float]) -> Row:
+    short, long = done[size.middle], done[size.long]
+    return {"ms": long, "baseline": f"itself at {size.middle}", "baseline_ms": short, "ratio": long / short,
+            "target": 4.3 if size.long == 4 * size.middle else None}  # fmt: skip
+
+
+def entropy(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """What return_entropy costs, against the same call without."""
+    for method in (folded(size)["InfoScale"], branched(size.windows[0])[0]):
+        yield Job("entropy", method.name, size.middle, partial(_entropy, size, inputs, method))
+
+
+def _entropy(size: Sizes, inputs: Inputs, method: Method) -> Row:
+    at = inputs.at(size.middle)
+    call = at.call(method, return_entropy=True)
+    return compared(size, call, at.call(method), "the same without entropy", 2.1, method.flops(size.middle, size))
+
+
+def backward(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """Forward and backward, against RoPE + SDPA's."""
+    for method, target in ((folded(size)["InfoScale"], 1.03), (branched(size.windows[0])[0], 1.3)):
+        yield Job("backward", method.name, size.short, partial(_backward, size, inputs, method, target))
+
+
+def _backward(size: Sizes, inputs: Inputs, method: Method, target: float) -> Row:
+    at = inputs.at(size.short, grad=True)
+    base, name = at.baseline()
+    return compared(size, at.call(method), base, name, target, BACKWARD_FLOPS * method.flops(size.short, size))
+
+
+def memory(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """Peaks above inputs and outputs at the long length: here the ratio is one of bytes."""
+    methods = folded(size)
+    chosen = (methods["InfoScale"], methods["CosScale"], branched(size.windows[0])[0], windowed(size.windows[0])[0])
+    for method in chosen:
+        yield Job("memory", method.name, size.long, partial(_memory, size, inputs, method))
+
+
+def _memory(size: Sizes, inputs: Inputs, method: Method) -> Row:
+    at = inputs.at(size.long)
+    base, name = at.baseline()
+    calls, peaks = (at.call(method), base), []
+    for call in calls:
+        call()  # compiled, geometry known
+        peaks.append(peak(call))
+    ours, theirs = peaks
+    ratio = None if ours is None or not theirs else ours / theirs
+    return {"baseline": name, "ratio": ratio, "target": 1.2, "peak_bytes": ours, "baseline_peak": theirs,
+            "note": "bytes, not time"}  # fmt: skip
+
+
+def scaling(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """Every method from the shortest length to as far as its time allows."""
+    near = size.windows[0]
+    methods = [million(size), None, *folded(size).values(), *branched(near), *windowed(near), ALIBI]
+    for method in methods:
+        name = PLAIN if method is None else method.name
+        points: list[tuple[int, float]] = []
+        for n in size.scaling:
+            if points and predicted(points) > size.most_ms:
+                break
+            before = len(points)
+            yield Job("scaling", name, n, partial(_scaling, size, inputs, method, n, points))
+            if len(points) == before:  # failed, or no time is left
+                break
+        if exponent(points) is not None:
+            yield Job("scaling", f"{name}: exponent", points[-1][0], partial(_exponent, points), free=True)
+        if method is methods[0] and size.scaling[-1] == MILLION:
+            work, reached = partial(_million, size, inputs, points), points[-1:] and points[-1][0] == MILLION
+            yield Job("scaling", "one million tokens", MILLION, work, free=bool(reached))
+
+
+def predicted(points: list[tuple[int, float]]) -> float:
+    """Milliseconds of the next length, twice the last."""
+    last = points[-1][1]
+    return last * (max(2.0, last / points[-2][1]) if len(points) > 1 else 4.0)
+
+
+def _scaling(size: Sizes, inputs: Inputs, method: Method | None, n: int, points: list[tuple[int, float]]) -> Row:
+    at = inputs.at(n)
+    call, chosen = (at.call(method), None) if method else at.baseline()
+    (ms,) = times((call,), size)
+    points.append((n, ms))
+    flops = (method or Method(PLAIN, "rope")).flops(n, size)
+    return {"ms": ms, "tflops": flops / ms / 1e9, "peak_bytes": peak(call), "note": None if chosen == PLAIN else chosen}
+
+
+def _exponent(points: list[tuple[int, float]]) -> Row:
+    found, first = exponent(points), upper_half(points)[0][0]
+    return {"exponent": found, "note": f"time ~ n^{found:.2f} from n = {first:,}"}
+
+
+def _million(size: Sizes, inputs: Inputs, points: list[tuple[int, float]]) -> Row:
+    reached = bool(points) and points[-1][0] == MILLION
+    if not reached:
+        return {"met": False, "note": f"reached {points[-1][0] if points else 0}"}
+    gib = 2**30
+    held = 4 * MILLION * size.heads * size.size * size.dtype.itemsize
+    extra = peak(inputs.at(MILLION).call(million(size)))
+    note = f"{million(size).name}: q, k, v and output {held / gib:.1f} GiB, {(extra or 0) / gib:.1f} GiB beside them"
+    return {"ms": points[-1][1], "peak_bytes": extra, "met": True, "note": note}
+
+
+def compilation(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """How often kernels are compiled for many lengths, and how long the first call takes with nothing in any cache."""
+    inputs.free()
+    count, first, last = size.compilations
+    lengths = [first + (last - first) * i // (count - 1) + i % 2 for i in range(count)]  # odd ones too
+    found: list[int] = []
+    for method in (folded(size)["InfoScale"], branched(size.windows[0])[0], windowed(size.windows[0])[0]):
+        yield Job("compilation", method.name, lengths[-1], partial(_compilation, size, method, lengths, found))
+    if len(found) == 3:
+        yield Job("compilation", "all three", lengths[-1], partial(_together, found), free=True)
+
+
+def _compilation(size: Sizes, method: Method, lengths: list[int], found: list[int]) -> Row:
+    """In a process and with caches of its own."""
+    arguments = json.dumps([method.recipe, lengths, size.heads, size.size])
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
+        command = [sys.executable, str(Path(__file__).resolve()), arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    seen = json.loads(done.stdout.splitlines()[-1])
+    found.append(seen["graphs"])
+    note = f"{seen['graphs']} compilations for {len(lengths)} lengths; first call {seen['first_ms'] / 1000:.1f} s"
+    return {"ms": seen["rest_ms"], "cold_ms": seen["first_ms"], "compilations": seen["graphs"], "note": note}
+
+
+def _together(found: list[int]) -> Row:
+    return {"baseline": "one compilation", "ratio": float(sum(found)), "target": 12.0, "compilations": sum(found),
+            "note": "a count, not a time"}  # fmt: skip
+
+
+def compile_many(recipe: str, lengths: list[int], heads: int, head_size: int) -> dict[str, float]:
+    """Graphs that torch compiled for these lengths, milliseconds of the first call and on average of the others."""
+    from torch._dynamo.utils import counters
+
+    cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
+    taken = []
+    for n in lengths:
+        q, k, v = (torch.randn(1, heads, n, head_size, device=device, dtype=dtype) for _ in range(3))
+        torch.cuda.synchronize() if cuda else None
+        begun = time.perf_counter()
+        with torch.no_grad():
+            ise.attention(q, k, v, recipe, causal=True)
+        torch.cuda.synchronize() if cuda else None
+        taken.append((time.perf_counter() - begun) * 1000)
+    rest = sum(taken[1:]) / max(1, len(taken) - 1)
+    return {"graphs": counters["stats"]["unique_graphs"], "first_ms": taken[0], "rest_ms": rest}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_many(*json.loads(sys.argv[1]))))

@@ -1,0 +1,97 @@
+"""The benchmark suite runs and draws; what it measures is asserted nowhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return {name: importlib.import_module(name) for name in ("run", "measure", "plot")}
+
+
+@pytest.fixture
+def tiny(suite, monkeypatch):
+    """A CPU's shapes, at the shortest lengths."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    size = suite["measure"].sizes(quick=True)
+    return replace(size, short=16, middle=24, long=32, windows=(8, 12), train_length=8, scaling=(16, 32, 64), seconds=0)
+
+
+def measured(suite, size, names, out, seconds=float("inf")):
+    return suite["run"].run(suite["run"].groups(size, names), size, out, seconds, Console(quiet=True))
+
+
+def test_rows_are_whole_and_saved(suite, tiny, tmp_path):
+    rows, left = measured(suite, tiny, ["attention", "window", "entropy", "backward", "memory"], tmp_path / "a.json")
+    assert not left and not [row["failed"] for row in rows if "failed" in row]
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved["rows"] == rows and saved["provenance"]["torch"] == torch.__version__
+    assert {row["group"] for row in rows} == {"attention", "window", "entropy", "backward", "memory"}
+    for row in rows:
+        assert set(suite["measure"].BLANK) <= set(row)
+        assert row["target"] is None and row["met"] is None  # those of a GPU
+        assert row["group"] == "memory" or row["ratio"] == pytest.approx(row["ms"] / row["baseline_ms"])
+
+
+def test_a_failure_does_not_end_the_run(suite, tiny, tmp_path):
+    def broken():
+        raise ValueError("q: expected less\nand more")
+
+    def work():
+        return {"ratio": 1.5, "target": 1.2}
+
+    jobs = [suite["measure"].Job("made", name, 1, each) for name, each in (("bad", broken), ("good", work))]
+    size = replace(tiny, targets=True)
+    rows, _ = suite["run"].run([lambda: iter(jobs)], size, tmp_path / "b.json", float("inf"), Console(quiet=True))
+    assert rows[0]["failed"] == "q: expected less" and rows[0]["met"] is None
+    assert rows[1]["met"] is False and "failed" not in rows[1]
+
+
+def test_no_measurement_begins_after_the_time(suite, tiny, tmp_path):
+    rows, left = measured(suite, tiny, ["entropy"], tmp_path / "c.json", seconds=-1)
+    assert not rows and len(left) == 2
+    assert json.loads((tmp_path / "c.json").read_text())["left_out"] == left
+
+
+def test_exponents(suite):
+    exponent = suite["measure"].exponent
+    assert exponent([(n, 3e-6 * n**2) for n in (1024, 2048, 4096, 8192)]) == pytest.approx(2)
+    # the lower half does not count
+    assert exponent([(1, 9.0), (2, 9.0), (4, 9.0), (8, 8.0), (16, 16.0), (32, 32.0)]) == pytest.approx(1)
+    assert exponent([(1, 1.0), (2, 2.0)]) is None
+
+
+def test_flops_count_what_a_mask_leaves(suite, tiny):
+    method = importlib.import_module("cases").Method
+    seen = torch.ones(32, 32).tril()
+    full, window = seen.sum(), seen.triu(-7).sum()
+    unit = 4 * tiny.size * tiny.heads
+    assert method("", "").flops(32, tiny) == unit * full
+    assert method("", "", window=8).flops(32, tiny) == unit * window
+
+
+def test_plots(suite, tiny, tmp_path):
+    out = tmp_path / "d.json"
+    measured(suite, tiny, ["scaling"], out)
+    data = json.loads(out.read_text())
+    assert any(row.get("exponent") for row in data["rows"])
+    data["provenance"]["hardware"] = "NVIDIA H200"
+    made = {"group": "attention", "method": "a", "n": 32, "ms": 1.0}
+    data["rows"] += [
+        suite["measure"].BLANK | made | {"ratio": r, "target": 1.1, "met": r <= 1.1} for r in (1.0, 1.2)
+    ]  # fmt: skip
+    out.write_text(json.dumps(data))
+    drawn = suite["plot"].plots(out)
+    assert [path.name for path in drawn] == ["d-scaling.png", "d-scaling.svg", "d-targets.png", "d-targets.svg"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
