@@ -117,7 +117,9 @@ def test_position_ids(position_ids, words):
     ("arguments", "words"),
     [
         pytest.param(
-            {"backend": "cudnn"}, ["backend:", "auto, reference, dense, sdpa, flex, chunked", "'cudnn'"], id="unknown"
+            {"backend": "cudnn"},
+            ["backend:", "auto, decode, reference, dense, sdpa, flex, mixed, chunked", "'cudnn'"],
+            id="unknown",
         ),
         pytest.param({"backend": None}, ["backend:", "reference", "None"], id="none"),
         pytest.param({"recipe": 5}, ["recipe:", "Recipe", "got 5"], id="recipe a number"),

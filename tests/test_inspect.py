@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import isentrope as ise
-from isentrope.attention import calls_of, geometry
+from isentrope.asked import calls_of, geometry
 from isentrope.backends import reference
 from isentrope.cli import app
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel

@@ -352,3 +352,14 @@ def test_clex_in_part_of_a_head():
     q, k, v = (torch.randn(1, 1, 10, 12, generator=generator, dtype=WIDE) for _ in range(3))
     out = attention(q, k, v, Recipe(position=ise.CLEX(8, 16).eval()))
     assert_close(out.detach(), attention(q, k, v, Recipe(position=ise.RoPE(rotary_dim=8))))
+
+
+def test_clex_remembers_its_path_only_while_nothing_changes():
+    clex = trained_clex().eval()
+    with torch.no_grad():
+        before = theta(clex, 8, 64)
+        assert theta(clex, 8, 64).data_ptr() == before.data_ptr()
+        clex.down.weight.mul_(2)
+        assert not torch.equal(theta(clex, 8, 64), before)
+        clex.down.weight.data.mul_(0.5)  # behind the counter's back, as a captured step does
+        assert torch.equal(theta(clex.train().eval(), 8, 64), before)

@@ -1,4 +1,4 @@
-"""Attention under a recipe: the only place where parts, geometry and backends meet."""
+"""Attention under a recipe: what is asked goes to the backend that is best at it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import inf, isfinite
+from math import inf
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends import chunked, dense, flex, reference, sdpa
-from isentrope.backends.call import Call
+from isentrope.asked import geometry, unfolded
+from isentrope.backends import chunked, decode, dense, flex, mixed, reference, sdpa
+from isentrope.backends.call import Call, Unfolded
 from isentrope.compiled import compiled
-from isentrope.fold import Angles, angles, fold
-from isentrope.layout import Layout, PositionIds, layout_of
-from isentrope.masks import Document, Full, Mask, Padding, data_masks
-from isentrope.positions import Branch, NoPE, Position
-from isentrope.precision import as_given, wide
+from isentrope.layout import Layout, PositionIds
+from isentrope.masks import Mask
+from isentrope.precision import as_given
 from isentrope.recipe import Recipe
-from isentrope.region import Region, band
-from isentrope.scores import Dot
-from isentrope.temperatures import Temperature
+from isentrope.region import band
 
 BACKENDS: dict[str, ModuleType] = {
-    "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked
+    "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "mixed": mixed, "chunked": chunked
 }  # fmt: skip
 logger = logging.getLogger("isentrope")
-T = TypeVar("T")
 MOST_TEXTS = 256
 FEW_QUERIES = 16
+AT_ONCE = 1 << 27  # entries of q: without gradients, branches of more are worked on a few heads at a time
 # weights worth having all at once, by measurement: until they leave a CPU's caches, or crowd a GPU's memory
 LARGEST_TABLE = {"cpu": 1 << 22, "cuda": 1 << 29}
 LARGEST_KEPT = 1 << 26  # where a backward will want them again
@@ -84,9 +81,9 @@ def attention(
     dropout: share of attention weights set to 0, the others scaled up to match, or a function that does it. A
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
         it, and "auto" takes dense.
-    backend: "reference", "dense", "sdpa", "flex", "chunked": that one, or a ValueError that says why it cannot. "auto":
-        on a CPU sdpa; on a GPU sdpa for plain full or causal attention and for a few queries, flex for the rest; where
-        those refuse, dense at short lengths and chunked at long ones.
+    backend: "reference", "dense", "sdpa", "flex", "mixed", "chunked", "decode": that one, or a ValueError that says why
+        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, sdpa for a few, and for more sdpa, flex
+        or, branch by branch, both; where those refuse, dense at short lengths and chunked at long ones.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -97,18 +94,57 @@ def attention(
     _check_shapes(q, k, v)
     with as_given(q):
         layout, region = geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
-        calls = calls_of(q, k, v, recipe, layout, region, scale, rotated_keys)
-        if dropout is not None and dropout != 0:
-            backend, drop = _with_dropout(dropout, backend)
-            calls = [replace(call, dropout=drop) for call in calls]
-        name = _choose(backend, calls)
-        need_lse = return_lse or return_entropy
-        out, lse = BACKENDS[name].attend(calls, need_lse)
-        if not need_lse:
-            return out
-        lse = lse if name == "reference" else lse.detach()
-        entropy = _entropy(name, calls, lse) if return_entropy else None
+        asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
+        small = q.numel() <= AT_ONCE or len(asked.meetings) == 1
+        if small or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            out, aux = _attended(asked, dropout, backend, return_lse, return_entropy)
+        else:
+            out, aux = _by_heads(asked, dropout, backend, return_lse, return_entropy)
+    return (out, aux) if return_lse or return_entropy else out
+
+
+def _attended(
+    asked: Unfolded, dropout: Any, backend: str, return_lse: bool, return_entropy: bool
+) -> tuple[Tensor, Aux]:
+    if backend in ("auto", "decode"):
+        why = _undecodable(asked, dropout, return_entropy)
+        if why is None:
+            out, lse = decode.attend(asked)
+            return out, Aux(lse if return_lse else None, None, "decode")
+        if backend == "decode":
+            raise ValueError(f"backend 'decode' cannot compute this: {why}")
+    calls = asked.folded()
+    if dropout is not None and dropout != 0:
+        backend, drop = _with_dropout(dropout, backend)
+        calls = [replace(call, dropout=drop) for call in calls]
+    name = _choose(backend, calls)
+    out, lse = BACKENDS[name].attend(calls, return_lse or return_entropy)
+    if not (return_lse or return_entropy):
+        return out, Aux(None, None, name)
+    lse = lse if name == "reference" else lse.detach()
+    entropy = _entropy(name, calls, lse) if return_entropy else None
     return out, Aux(lse if return_lse else None, entropy, name)
+
+
+def _by_heads(asked: Unfolded, *options: Any) -> tuple[Tensor, Aux]:
+    """A few heads after the others: what is folded, and the branches before they are merged, take that much less."""
+    q, v = asked.q, asked.v
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    told = []
+    for heads, share in asked.shared_out(AT_ONCE):
+        out[:, heads], aux = _attended(share, *options)
+        told.append(aux)
+    lse, entropy = (
+        None if getattr(told[0], name) is None else torch.cat([getattr(aux, name) for aux in told], 1)
+        for name in ("lse", "entropy")
+    )
+    return out, Aux(lse, entropy, told[0].backend)
+
+
+def _undecodable(asked: Unfolded, dropout: Any, return_entropy: bool) -> str | None:
+    if dropout:
+        return "it has no attention weights to drop"
+    return "it does not tell the entropy" if return_entropy else decode.refusal(asked)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
@@ -149,146 +185,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k: expected a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}")
 
 
-def geometry(
-    q: Tensor,
-    k: Tensor,
-    recipe_mask: Mask | None,
-    call_mask: Mask | None,
-    causal: bool,
-    lengths: Tensor | Sequence[int] | None,
-    position_ids: PositionIds | None,
-    layout: Layout | None = None,
-) -> tuple[Layout, Region]:
-    """Where tokens sit, and what each query may see."""
-    if call_mask is not None and not isinstance(call_mask, Mask):
-        raise ValueError(f"mask: expected a mask such as Document(ids), got {call_mask!r}")
-    masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
-    data = [d for mask in masks for d in data_masks(mask)]
-    paddings = [d for d in data if isinstance(d, Padding)]
-    documents = [d for d in data if isinstance(d, Document)]
-    if len(paddings) + (lengths is not None) > 1:
-        raise ValueError("lengths: expected lengths or one Padding mask, got more than one")
-    if len(documents) > 1:
-        raise ValueError(f"mask: expected one Document mask, got {len(documents)}")
-    padding = paddings[0] if paddings else None
-    if layout is not None:
-        if data or lengths is not None or position_ids is not None:
-            raise ValueError("layout: expected it alone, got lengths, position_ids, Padding or Document beside it")
-        if (layout.queries, layout.keys) != (q.shape[2], k.shape[2]):
-            raise ValueError(
-                f"layout: expected {q.shape[2]} queries and {k.shape[2]} keys, got {layout.queries} and {layout.keys}"
-            )
-    layout = layout or layout_of(
-        q.shape[0],
-        q.shape[2],
-        k.shape[2],
-        q.device,
-        lengths=lengths if padding is None else padding.lengths,
-        left_padded=padding is not None and padding.side == "left",
-        documents=documents[0].ids if documents else None,
-        position_ids=position_ids,
-    )
-    if data or torch.compiler.is_compiling():
-        return layout, layout.simplify(_region(masks, causal))
-    region = layout.remember(("region", *masks, causal), lambda: layout.simplify(_region(masks, causal)))
-    return layout, region
-
-
-def _region(masks: list[Mask], causal: bool) -> Region:
-    causal = causal or any(mask.causal for mask in masks)
-    region = Full().region(causal)
-    for mask in masks:
-        region = region & mask.region(causal)
-    return region
-
-
-def calls_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    recipe: Recipe,
-    layout: Layout,
-    region: Region,
-    scale: float | None,
-    rotated_keys: bool,
-) -> list[Call]:
-    """One call for each branch of the position method that is reached, with everything folded into q and k."""
-    score, position = recipe.score or Dot(), recipe.position or NoPE()
-    if rotated_keys and not position.keys_cacheable:
-        raise ValueError(
-            f"rotated_keys: {position.name()} needs raw keys, since a key's angle depends on the query or the length; "
-            "cache the keys before rotation"
-        )
-    if rotated_keys and score.normalises:
-        raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
-    if scale is not None and not (isinstance(scale, (int, float)) and isfinite(scale)):
-        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
-    factor = score.factor(q.shape[-1]) if scale is None else float(scale)
-    interleaved = getattr(position, "layout", "half") == "interleaved"
-    heads, head_dim = q.shape[1], q.shape[-1]
-    dtype = wide(q)
-    sizes = (region, heads, head_dim, dtype)
-
-    # what does not depend on the values of q, k and v is worked out once for all calls that share the layout
-    tau = _shared(layout, recipe.temperature, sizes, lambda: _temperature(recipe.temperature, layout, *sizes))
-    turns = _shared(layout, position, (*sizes, rotated_keys), lambda: _turns(position, layout, *sizes, rotated_keys))
-    calls = []
-    for branch, query_turn, key_turn in turns:
-        query = fold(q, query_turn, tau, score.normalises, interleaved)
-        key = k if rotated_keys else fold(k, key_turn, None, score.normalises, interleaved)
-        calls.append(Call(query, key, v, factor, branch.region, layout, branch.slopes))
-    return calls
-
-
-def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """What a part says about a layout; a part that learns, or may change otherwise, is asked every time."""
-    frozen = isinstance(part, (Temperature, Position)) and not part.learns
-    if not frozen or torch.compiler.is_compiling():
-        return make()
-    token = part.token() if isinstance(part, Position) else None
-    return layout.remember((part, token, *sizes), make)
-
-
-def _temperature(
-    law: Any, layout: Layout, region: Region, heads: int, head_dim: int, dtype: torch.dtype
-) -> Tensor | None:
-    """τ of each query, (batch or 1, heads or 1, queries)."""
-    if law is None:
-        return None
-    n = layout.count(getattr(law, "count", "visible"), region).clamp_min(1)
-    # over one key, or none, the softmax is the same at any temperature: no law need be defined there
-    n = torch.where(layout.count("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
-    tau: Tensor = law.scale(n, head_dim)
-    if tau.dim() != 3 or tau.shape[1] not in (1, heads):
-        raise ValueError(f"temperature: expected τ for 1 or {heads} heads, got shape {tuple(tau.shape)}")
-    return tau
-
-
-def _turns(
-    position: Position,
-    layout: Layout,
-    region: Region,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    rotated_keys: bool,
-) -> list[tuple[Branch, Angles | None, Angles | None]]:
-    """The branches that some visible pair falls into at this length, with the angles of their queries and keys."""
-    branches = position.branches(layout.query, layout.key, heads)
-    cut = [replace(branch, region=layout.simplify(branch.region & region)) for branch in branches]
-    reached = [branch for branch in cut if branch.region.spans] or cut[:1]
-    if not position.rotates:
-        return [(branch, None, None) for branch in reached]
-    # frequencies of queries and keys differ only where rows or documents have lengths of their own
-    theta_q, theta_k = (position.frequencies(head_dim, n, dtype, layout.device) for n in layout.row_lengths)
-    turns = []
-    for branch in reached:
-        query_turn = angles(branch.query, theta_q, dtype)
-        key_turn = query_turn if branch.key is branch.query else angles(branch.key, theta_k, dtype)
-        turns.append((branch, query_turn, None if rotated_keys else key_turn))
-    return turns
-
-
 def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     if backend not in ("auto", "reference", "dense"):
         raise ValueError(f"backend {backend!r} cannot compute this: it has no attention weights to drop")
@@ -304,7 +200,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend: expected one of auto, decode, {', '.join(BACKENDS)}, got {backend!r}")
     if (why := BACKENDS[backend].refusal(calls)) is not None:
         raise ValueError(f"backend {backend!r} cannot compute this: {why}")
     return backend
@@ -312,16 +208,27 @@ def _choose(backend: str, calls: list[Call]) -> str:
 
 def _automatic(calls: list[Call]) -> str:
     """The fastest backend known for this call."""
-    call = calls[0]
-    plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
-    decoding = call.layout.queries <= FEW_QUERIES  # a mask of that many rows is nothing
-    fused = "sdpa" if not call.q.is_cuda or plain or decoding else "flex"
-    for name in (fused, "dense" if _table_fits(call) else "chunked"):
+    for name in (*_fastest(calls), "dense" if _table_fits(calls[0]) else "chunked"):
         if BACKENDS[name].refusal(calls) is None:
             if not torch.compiler.is_compiling():
-                _announce(name, call.q.device.type)
+                _announce(name, calls[0].q.device.type)
             return name
     raise AssertionError("neither dense nor chunked refuses anything")
+
+
+def _fastest(calls: list[Call]) -> tuple[str, ...]:
+    """Fused backends to ask, the best first."""
+    call = calls[0]
+    plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
+    if not call.q.is_cuda or plain or call.layout.queries <= FEW_QUERIES:  # a mask of that many rows is nothing
+        return ("sdpa",)
+    if torch.compiler.is_compiling():
+        return ("flex",)
+    if all(sdpa.triangular(call) for call in calls):
+        return "sdpa", "flex"
+    # with gradients, bands are the slower in sdpa, but triangles the more
+    known = any(sdpa.triangular(call) for call in calls) and all(sdpa.fused(call) for call in calls)
+    return ("mixed", "sdpa", "flex") if known else ("mixed", "flex")
 
 
 def _table_fits(call: Call) -> bool:

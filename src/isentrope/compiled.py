@@ -5,12 +5,22 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from importlib.util import find_spec
+from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
 
 SMALL = 1 << 12  # entries
+TRITON = find_spec("triton") is not None
+# "1" makes Triton's kernels run on a CPU, slowly, which is how they are debugged
+INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton's kernels run where a tensor is."""
+    return TRITON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable) -> Callable[..., Any]:

@@ -11,6 +11,30 @@ from math import inf
 
 
 @dataclass(frozen=True)
+class Band:
+    """Queries first … last - 1 against keys begin … end - 1, the last query facing the last key and so on backwards.
+
+    A query sees `left` keys before the one it faces and `right` after it (inf: all of them), and at least one.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    left: float
+    right: float
+
+    @property
+    def full(self) -> bool:
+        return self.left == self.right == inf
+
+    @property
+    def causal(self) -> bool:
+        """A lower triangle with its diagonal."""
+        return self.left == inf and self.right == 0 and self.last - self.first == self.end - self.begin
+
+
+@dataclass(frozen=True)
 class Span:
     """Keys j of query i with `start ≤ j < stop` and `low ≤ j - i < high` (positions, not slots)."""
 
@@ -51,6 +75,26 @@ class Span:
             -inf if self.low <= 1 - keys else self.low,
             inf if self.high >= queries else self.high,
         )
+
+    def band(self, queries: int, keys: int) -> Band | None:
+        """The same pairs as a band of slots, queries being the last of the keys; None where there are none."""
+        first, last, begin, end = 0, queries, int(max(0, self.start)), int(min(keys, self.stop))
+        shift = keys - end  # of the key that a query faces, from the one at its position
+        left, right = -(self.low + shift), self.high - 1 + shift
+        if right < 0:  # nobody sees the last keys
+            end, left, right = end + int(right), left + right, 0
+        if left < 0:  # the last queries see nobody
+            last, left, right = last + int(left), 0, right + left
+        ahead = (end - begin) - (last - first)
+        if ahead + right < 0:  # nor do the first queries
+            first -= int(ahead + right)
+        ahead = (end - begin) - (last - first)
+        if ahead - left > 0:  # and nobody sees the first keys
+            begin += int(ahead - left)
+        if first >= last or begin >= end:
+            return None
+        rows, columns = last - first, end - begin
+        return Band(first, last, begin, end, inf if left >= columns - 1 else left, inf if right >= rows - 1 else right)
 
     def vanishes(self, queries: int, keys: int) -> bool:
         """Whether no pair of such positions lies in the span."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import isentrope as ise
-from isentrope.attention import calls_of, geometry
+from isentrope.asked import calls_of, geometry
 from tests.contract.matrix import WINDOW, Setting, build
 from tests.contract.test_matrix import NAMES, run
 

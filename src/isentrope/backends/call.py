@@ -1,14 +1,61 @@
-"""What a backend is asked to compute: one branch of one attention call."""
+"""What is asked of attention, and what of a backend: one branch of it, with everything folded into q and k."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from isentrope.fold import Angles, fold
 from isentrope.layout import Layout
 from isentrope.region import CAUSAL, EVERYTHING, Region
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """Pairs in `region` meet with their queries and keys turned by these angles, and a bias -slopes · |Δ|."""
+
+    region: Region
+    query: Angles | None
+    key: Angles | None
+    slopes: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Unfolded:
+    """One attention as it is asked for: q and k raw, τ (batch or 1, heads or 1, queries), and where pairs meet."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    meetings: list[Meeting]
+    tau: Tensor | None
+    scale: float
+    normalise: bool
+    interleaved: bool
+
+    def folded(self) -> list[Call]:
+        """A call for each meeting, with angles, τ and norms folded into q and k."""
+        calls = []
+        for at in self.meetings:
+            query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
+            key = fold(self.k, at.key, None, self.normalise, self.interleaved)
+            calls.append(Call(query, key, self.v, self.scale, at.region, self.layout, at.slopes))
+        return calls
+
+    def shared_out(self, most: int) -> Iterator[tuple[slice, Unfolded]]:
+        """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
+        groups = self.q.shape[1] // self.k.shape[1]
+        count = max(1, most * self.k.shape[1] // self.q.numel())
+        for first in range(0, self.k.shape[1], count):
+            keys = slice(first, first + count)
+            heads = slice(first * groups, (first + count) * groups)
+            tau = self.tau if self.tau is None or self.tau.shape[1] == 1 else self.tau[:, heads]
+            meetings = [m if m.slopes is None else replace(m, slopes=m.slopes[heads]) for m in self.meetings]
+            q, k, v = self.q[:, heads], self.k[:, keys], self.v[:, keys]
+            yield heads, replace(self, q=q, k=k, v=v, meetings=meetings, tau=tau)
 
 
 @dataclass(frozen=True, eq=False)

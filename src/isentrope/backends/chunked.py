@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
+from isentrope.backends.merge import Part
 from isentrope.backends.product import narrow, product
 from isentrope.compiled import compiled
 from isentrope.precision import wide
@@ -33,7 +34,7 @@ class Chunked:
     Query heads that share a key head are laid along the rows, so keys are never copied.
     """
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> Part:
         dtype, factors = wide(call.q), narrow(call.q)
         k, v = call.k.to(factors), call.v.to(factors)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
@@ -44,7 +45,7 @@ class Chunked:
             o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
-        return out, lse
+        return Part(out, lse)
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dtype, factors = wide(call.q), narrow(call.q)

@@ -16,21 +16,25 @@ def refusal(calls: list[Call]) -> str | None:
 
 def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
     first = calls[0]
-    scores = [call.scale * product(call.q, call.k.repeat_interleave(call.groups, 1).mT) for call in calls]
+    scores = [product(call.q, call.k.repeat_interleave(call.groups, 1).mT) for call in calls]
     masks = [None if call.everything else call.mask() for call in calls]
     biases = [call.bias() for call in calls]
-    weights, lse = compiled(_softmax, scores, len(calls))(scores, masks, biases)
+    v = first.v.repeat_interleave(first.groups, 1)
+    dtype = v.dtype if first.dropout is None else scores[0].dtype
+    weights, lse = compiled(_softmax, scores, len(calls), first.scale, dtype)(scores, masks, biases, first.scale, dtype)
     if first.dropout is not None:
         weights = first.dropout(weights)
-    v = first.v.repeat_interleave(first.groups, 1)
     out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first
     return out.unflatten(0, v.shape[:2]), lse
 
 
-def _softmax(scores: list[Tensor], masks: list[Tensor | None], biases: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Weights over all branches, whose regions do not overlap, and log-sum-exps."""
+def _softmax(
+    scores: list[Tensor], masks: list[Tensor | None], biases: list[Tensor | None], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Weights over all branches, whose regions do not overlap, and log-sum-exps, in one pass over the table."""
     total: Tensor | None = None
     for s, mask, bias in zip(scores, masks, biases, strict=True):
+        s = s * scale
         if bias is not None:
             s = s + bias.to(s.dtype)
         if mask is not None:
@@ -39,4 +43,4 @@ def _softmax(scores: list[Tensor], masks: list[Tensor | None], biases: list[Tens
     assert total is not None
     lse = torch.logsumexp(total, -1)
     anchor = torch.where(lse == -torch.inf, 0.0, lse)
-    return torch.exp(total - anchor[..., None]), lse
+    return torch.exp(total - anchor[..., None]).to(dtype), lse

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from isentrope.backends.call import Call
-from isentrope.backends.merge import merge
+from isentrope.backends.merge import Part, merge
 from isentrope.compiled import compiled
 
 BLOCK = 128
@@ -45,8 +45,7 @@ def refusal(calls: list[Call]) -> str | None:
 
 
 def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
-    parts = [_branch(call) for call in calls]
-    return merge([o for o, _ in parts], [lse for _, lse in parts])
+    return merge([Part(*_branch(call)) for call in calls], calls[0].q.shape[2])
 
 
 def _branch(call: Call) -> tuple[Tensor, Tensor]:

@@ -9,41 +9,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from isentrope.backends.call import Call
 from isentrope.compiled import compiled
 
 
+class Part(NamedTuple):
+    """Output and log-sum-exp of one branch, for queries from `first` on; those it leaves out see no key of it."""
+
+    out: Tensor
+    lse: Tensor
+    first: int = 0
+
+
 class Kernel(Protocol):
     """A backend that computes branches one by one."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one branch; zeros and -inf for a query that sees no key of it."""
+    def forward(self, call: Call) -> Part:
+        """One branch; zeros and -inf for a query that sees no key of it."""
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one branch, from the output and log-sum-exp of all branches together."""
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    lse = torch.logsumexp(torch.stack(lses), 0)
+def lengthened(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
+    """x (batch, heads, some, …) as rows `first` on of a tensor of `length` rows, the others filled up."""
+    after = length - first - x.shape[2]
+    return x if first == after == 0 else F.pad(x, (0, 0) * (x.dim() - 3) + (first, after), value=value)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:
+    whole = [lengthened(lse, first, length, -torch.inf) for lse, first in zip(lses, firsts, strict=True)]
+    lse = torch.logsumexp(torch.stack(whole), 0)
     # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is no number
     anchor = torch.where(lse == -torch.inf, 0.0, lse)
-    out = outs[0].to(lse.dtype) * torch.exp(lses[0] - anchor)[..., None]
-    for o, branch in zip(outs[1:], lses[1:], strict=True):
-        out = out + o.to(lse.dtype) * torch.exp(branch - anchor)[..., None]
-    return out.to(outs[0].dtype), lse
+    total = None
+    for o, first, branch in zip(outs, firsts, whole, strict=True):
+        part = lengthened(o, first, length).to(lse.dtype) * torch.exp(branch - anchor)[..., None]
+        total = part if total is None else total + part
+    assert total is not None
+    return total.to(outs[0].dtype), lse
 
 
-def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all branches together; differentiable in both."""
-    if len(outs) == 1:
+def merge(parts: list[Part], length: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of all branches together, for `length` queries; differentiable in both."""
+    outs, lses, firsts = (list(x) for x in zip(*parts, strict=True))
+    if len(parts) == 1 and lses[0].shape[2] == length:
         return outs[0], lses[0]
-    return compiled(_merge, outs, outs[0].shape[-1])(outs, lses)
+    return compiled(_merge, outs, outs[0].shape[-1])(outs, lses, firsts, length)
 
 
 class Merged(torch.autograd.Function):
@@ -51,8 +70,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [kernel.forward(call) for call in _filled(calls, v, operands)]
-        out, lse = merge([o for o, _ in parts], [lse for _, lse in parts])
+        out, lse = merge([kernel.forward(call) for call in _filled(calls, v, operands)], operands[0].shape[2])
         nothing = v.new_empty(0)
         ctx.kernel, ctx.calls = kernel, [replace(call, q=nothing, k=nothing, v=nothing) for call in calls]
         ctx.save_for_backward(out, lse, v, *operands)
@@ -74,7 +92,7 @@ class Traced(Merged):
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
         parts = [kernel.forward(call) for call in _filled(calls, v, operands)]
-        out, lse = (x.clone() for x in merge([o for o, _ in parts], [lse for _, lse in parts]))
+        out, lse = (x.clone() for x in merge(parts, operands[0].shape[2]))
         ctx.kernel, ctx.calls = kernel, calls
         ctx.save_for_backward(out, lse, v, *operands)
         return out, lse
@@ -105,7 +123,6 @@ def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
     calls = [part for call in calls for part in call.split()]
     operands = [x for call in calls for x in (call.q, call.k)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
-        parts = [kernel.forward(call) for call in calls]
-        return merge([o for o, _ in parts], [lse for _, lse in parts])
+        return merge([kernel.forward(call) for call in calls], calls[0].q.shape[2])
     function = Traced if torch.compiler.is_compiling() else Merged
     return function.apply(kernel, calls, calls[0].v, *operands)

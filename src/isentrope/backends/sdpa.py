@@ -1,12 +1,15 @@
 """PyTorch's fused scaled-dot-product kernels, with their log-sum-exp.
 
-Plain attention is one kernel call. Everything else goes in row chunks against the keys the rows may see, with a mask
-for the chunk alone, so memory stays linear.
+A region of whole rows is a few bands, and a band is one kernel call: all pairs, or a lower triangle (far keys are one,
+moved down by the window), or on a GPU a band as FlashAttention has it. Everything else goes in row chunks against the
+keys the rows may see, with a mask for the chunk alone, so memory stays linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -15,11 +18,14 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
+from isentrope.backends.merge import Part, lengthened
 from isentrope.precision import wide
+from isentrope.region import Band
 
 aten = torch.ops.aten
 
 MOST_HEAD_DIM = 256
+ALL = Band(0, 0, 0, 0, inf, inf)  # what is seen is in the mask
 # entries of a chunk's mask held at once, and rows of a chunk: in more of them a band leaves more to mask
 MASK_ENTRIES = 1 << 23
 ROWS = 512
@@ -50,40 +56,70 @@ def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor | None]:
     return merge.attend(KERNEL, calls)
 
 
+def fused(call: Call) -> bool:
+    """Whether a GPU needs no mask: whole rows in half precision, bands that kernels have, no bias."""
+    return _half(call) and all(_shape(part) is not None for part in call.split())
+
+
+def triangular(call: Call) -> bool:
+    """Whether a GPU's fastest kernels have it: the same, all pairs or lower triangles."""
+    bands = [_shape(part) for part in call.split()] if _half(call) else [None]
+    return all(band is not None and (band.full or band.causal) for band in bands)
+
+
+def _half(call: Call) -> bool:
+    """What FlashAttention takes at all."""
+    size, kind = max(call.q.shape[-1], call.v.shape[-1]), call.q.dtype
+    able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and _generation(call.q.device) >= 8
+    return able and size % 8 == 0 and size <= MOST_HEAD_DIM
+
+
+@cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
 class Tile(NamedTuple):
-    """A rectangle of queries and keys: unmasked, the causal triangle, or with an additive mask."""
+    """A rectangle of queries and keys: with an additive mask, or one of the shapes that kernels know."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    causal: bool
+    band: Band
     scale: float
 
 
 class SDPA:
     """One branch through fused kernels. All heads are materialised and all head sizes made equal with zeros."""
 
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> Part:
+        if (band := _shape(call)) is not None:
+            out, lse = _forward(_tile(call, band))
+            return Part(out[..., : call.v.shape[-1]], lse, band.first)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
-        lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=wide(call.q), device=call.q.device)
-        for rows, _, tile in _tiles(call):
+        lse = torch.full(call.q.shape[:-1], -inf, dtype=wide(call.q), device=call.q.device)
+        for rows, _, tile in _masked(call):
             o, branch = _forward(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], branch
-        if call.everything or call.causal or (call.q.shape[2] == 1 and call.layout.plain):
-            return out, lse
         blind = call.seen == 0
-        return out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -torch.inf)
+        return Part(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = call.q.shape[1]
+        heads, size = call.q.shape[1], max(call.q.shape[-1], call.v.shape[-1])
+        # weights e^{s - lse} of a query that sees no key are made 0 by its mask, whatever finite number stands here
+        lse = torch.where(lse == -inf, 0.0, lse)
+        if (band := _shape(call)) is not None:
+            rows = slice(band.first, band.last)
+            g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
+            tq, tk, tv = _backward(_tile(call, band), g, o, lse[:, :, rows])
+            dq = lengthened(tq[..., : call.q.shape[-1]], band.first, call.q.shape[2])
+            dk, dv = (lengthened(x, band.begin, call.k.shape[2]) for x in (tk, tv))
+            return dq, _gather(dk[..., : call.k.shape[-1]], call), _gather(dv[..., : call.v.shape[-1]], call)
         # every tile adds to dk and dv: sums are kept wide
         dq = torch.zeros_like(call.q, dtype=lse.dtype)
         dk, dv = (x.new_zeros(x.shape[0], heads, *x.shape[2:], dtype=lse.dtype) for x in (call.k, call.v))
-        size = max(call.q.shape[-1], call.v.shape[-1])
-        # weights e^{s - lse} of a query that sees no key are made 0 by its mask, whatever finite number stands here
-        lse = torch.where(lse == -torch.inf, 0.0, lse)
-        for rows, columns, tile in _tiles(call):
+        for rows, columns, tile in _masked(call):
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
             tq, tk, tv = _backward(tile, g, o, lse[:, :, rows])
             dq[:, :, rows] += tq[..., : dq.shape[-1]]
@@ -109,32 +145,48 @@ def _pad(x: Tensor, size: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tiles(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
+def _operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     size = max(call.q.shape[-1], call.v.shape[-1])
-    q, k, v = _pad(call.q, size), _pad(_spread(call.k, call), size), _pad(_spread(call.v, call), size)
+    return _pad(call.q, size), _pad(_spread(call.k, call), size), _pad(_spread(call.v, call), size)
+
+
+def _shape(call: Call) -> Band | None:
+    """The band that a call is, where a kernel has it."""
+    if call.slopes is not None or not call.layout.plain or len(call.region.spans) != 1:
+        return None
+    queries, keys = call.layout.queries, call.layout.keys
+    if torch.compiler.is_compiling():  # in a graph a length may be a variable, of which only whole regions are known
+        whole = Band(0, queries, 0, keys, inf, 0 if call.causal else inf)
+        return whole if call.everything or call.causal else None
+    band = call.region.spans[0].band(queries, keys)
+    if band is None or band.full or band.causal:
+        return band
+    # FlashAttention takes a right side as long as the keys for none, also where the queries are more
+    return band if _half(call) and (band.right == inf or band.right < band.end - band.begin) else None
+
+
+def _tile(call: Call, band: Band) -> Tile:
+    q, k, v = _operands(call)
+    k, v = (x[:, :, band.begin : band.end] for x in (k, v))
+    return Tile(q[:, :, band.first : band.last], k, v, None, band, call.scale)
+
+
+def _masked(call: Call) -> Iterator[tuple[slice, slice, Tile]]:
+    """The rows of a call in chunks, each with the keys it may see and their mask."""
+    q, k, v = _operands(call)
     queries, keys = q.shape[2], k.shape[2]
-    if call.slopes is None and (call.everything or call.causal):
-        yield slice(0, queries), slice(0, keys), Tile(q, k, v, None, call.causal, call.scale)
-        return
-    if queries == 1 and call.slopes is None and call.layout.plain and len(call.region.spans) == 1:
-        low, high = call.layout.key_range(call.region, 0, 1)  # exactly what the one query sees
-        if low < high:
-            yield slice(None), slice(low, high), Tile(q, k[:, :, low:high], v[:, :, low:high], None, False, call.scale)
-        return
     copies = (call.bounds[0].shape[0]) * (1 if call.slopes is None else q.shape[1])
     step = max(1, min(ROWS, MASK_ENTRIES // max(1, copies * keys)))
     if queries <= step and not call.layout.banded:  # no numbers in slices: a compiled length may stay a variable
-        yield slice(None), slice(None), Tile(q, k, v, _additive(call, None, None), False, call.scale)
+        yield slice(None), slice(None), Tile(q, k, v, _additive(call, None, None), ALL, call.scale)
         return
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         low, high = call.layout.key_range(call.region, rows.start, rows.stop)
         if low < high:
             columns = slice(low, high)
-            tile = Tile(
-                q[:, :, rows], k[:, :, columns], v[:, :, columns], _additive(call, rows, columns), False, call.scale
-            )
-            yield rows, columns, tile
+            mask = _additive(call, rows, columns)
+            yield rows, columns, Tile(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, ALL, call.scale)
 
 
 def _additive(call: Call, rows: slice | None, columns: slice | None) -> Tensor:
@@ -154,44 +206,70 @@ def _additive(call: Call, rows: slice | None, columns: slice | None) -> Tensor:
 
 
 def _forward(tile: Tile) -> tuple[Tensor, Tensor]:
-    q, k, v, bias, causal, scale = tile
+    q, k, v, bias, band, scale = tile
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=causal, attn_mask=_expanded(bias, q, k), scale=scale
+            q, k, v, is_causal=band.causal, attn_mask=_expanded(bias, q, k), scale=scale
         )
-    if bias is None and q.dtype != torch.float32 and q.shape[2] == 1 and q.shape[-1] % 8 == 0:
-        # keys that grow by one from call to call would have cuDNN make a plan for each
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
-    if bias is None and q.dtype != torch.float32:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    if _cudnn(tile):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
         return out, lse.reshape(q.shape[:-1])
+    if _flash(tile):
+        out, lse, *_ = aten._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, False, False,
+            scale=scale, **_sides(band),
+        )  # fmt: skip
+        return out.transpose(1, 2), lse
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _expanded(bias, q, k), True, 0.0, causal, scale=scale
+        q, k, v, _expanded(bias, q, k), True, 0.0, band.causal, scale=scale
     )
     return out, lse[..., : q.shape[2]]
 
 
 def _backward(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, bias, causal, scale = tile
+    q, k, v, bias, band, scale = tile
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=_expanded(bias, q, k), scale=scale
+            grad, q, k, v, out, lse.contiguous(), 0.0, band.causal, attn_mask=_expanded(bias, q, k), scale=scale
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    if bias is None and q.dtype != torch.float32:
+    if _cudnn(tile):
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None,
-            q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+            q.shape[2], k.shape[2], 0.0, band.causal, scale=scale,
         )  # fmt: skip
+    if _flash(tile):
+        grads = aten._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse.contiguous(), None, None,
+            q.shape[2], k.shape[2], 0.0, False, seed, seed, scale=scale, **_sides(band),
+        )  # fmt: skip
+        return tuple(x.transpose(1, 2) for x in grads)
     # that kernel keeps its log-sum-exp in rows of 32, and reads outputs as (batch, queries, heads, size) whatever their
     # strides say
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _expanded(bias, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-    )
+        grad, q, k, v, _expanded(bias, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], band.causal,
+        scale=scale,
+    )  # fmt: skip
     return dq, dk, dv
+
+
+def _cudnn(tile: Tile) -> bool:
+    """On Hopper and later the fastest for what it knows. Keys that grow by one from call to call would have it make a
+    plan for each."""
+    known = tile.bias is None and (tile.band.full or tile.band.causal) and tile.q.shape[2] > 1
+    return known and tile.q.dtype != torch.float32 and _generation(tile.q.device) >= 9
+
+
+def _flash(tile: Tile) -> bool:
+    return tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
+
+
+def _sides(band: Band) -> dict[str, int]:
+    """FlashAttention's window: -1 for no bound."""
+    left, right = (-1 if side == inf else int(side) for side in (band.left, band.right))
+    return {"window_size_left": left, "window_size_right": right}
 
 
 def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

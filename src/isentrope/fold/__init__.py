@@ -5,10 +5,13 @@ All of it folds into q and k, so that any attention kernel runs every method unc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from isentrope.compiled import compiled
+from isentrope.compiled import compiled, runs_triton
 from isentrope.precision import wide
 from isentrope.scores import unit
 
@@ -37,9 +40,45 @@ def fold(
     if turn is None and tau is None and not normalise:
         return x
     cos, sin = (None, None) if turn is None else turn
+    if _has_kernel(x, cos, tau, normalise, interleaved):
+        return Folded.apply(x, cos, sin, tau, normalise)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = compiled(_fold, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
+
+
+def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool) -> bool:
+    """Whether the Triton kernel does this: whole vectors laid out in halves, and no gradient but that of rotation."""
+    if torch.compiler.is_compiling() or not runs_triton(x):  # a graph fuses this with what is around it
+        return False
+    if x.dtype == torch.float64 or x.stride(-1) != 1 or x.shape[-1] % 2:
+        return False
+    if cos is not None and (interleaved or 2 * cos.shape[-1] != x.shape[-1] or cos.stride(-1) != 1):
+        return False
+    learns = (normalise and x.requires_grad) or any(part is not None and part.requires_grad for part in (cos, tau))
+    return not (learns and torch.is_grad_enabled())
+
+
+class Folded(torch.autograd.Function):
+    """The Triton kernel, and its gradient: the same kernel, turning back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool
+    ) -> Tensor:
+        from isentrope.fold.kernel import launch
+
+        ctx.save_for_backward(cos, sin, tau)
+        return launch(x, cos, sin, tau, normalise, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        from isentrope.fold.kernel import launch
+
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        cos, sin, tau = ctx.saved_tensors
+        return launch(grad, cos, sin, tau, normalise=False, back=True), None, None, None, None
 
 
 def _fold(

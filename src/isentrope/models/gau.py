@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.modeling_outputs import (
 )
 
 from isentrope.attention import attention
+from isentrope.compiled import compiled
 from isentrope.layout import Layout, layout_of, token_frames
 from isentrope.models.config import GAUAlphaConfig, gau_recipe
 from isentrope.models.dropout import dropout
@@ -27,6 +29,12 @@ from isentrope.positions import CLEX
 from isentrope.precision import wide
 from isentrope.recipe import Recipe
 from isentrope.temperatures import SSMax
+
+
+@cache
+def _activation(name: str) -> Any:
+    """One for all layers, whose compiled code is then the same."""
+    return ACT2FN[name]
 
 
 class ScaleOffset(nn.Module):
@@ -68,19 +76,20 @@ class GatedAttentionUnit(nn.Module):
         self.o_dense = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.q_scaleoffset = ScaleOffset(config.attention_key_size)
         self.k_scaleoffset = ScaleOffset(config.attention_key_size)
-        self.act, self.dropout = ACT2FN[config.hidden_act], config.attention_probs_dropout_prob
+        self.act, self.dropout = _activation(config.hidden_act), config.attention_probs_dropout_prob
         self.recipe = recipe
         self.learned = nn.ModuleList(recipe.learned)  # registered, so that they train, move and are saved
 
     def forward(self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None, at: Tensor | None) -> Tensor:
-        u, v, z = (self.act(part) for part in self.project(x, at))
+        u, v, z = self.project(x, at)
+        v, z = (compiled(_activated, (part,), self.act)(part, self.act) for part in (v, z))
         q, k = self.q_scaleoffset(pick(z, at)), self.k_scaleoffset(z)
         drop = None
         if self.training and self.dropout:
             drop = partial(dropout, share=self.dropout, noise=noise, place=self.place)
         q, k, v = q[:, None], k[:, None], v[:, None]  # one head
         mixed = attention(q, k, v, self.recipe, layout=layout, dropout=drop, backend=backend)
-        return self.o_dense(u * mixed[:, 0])
+        return self.o_dense(compiled(_gated, (u, mixed), self.act)(u, mixed[:, 0], self.act))
 
     def project(self, x: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """u (at these positions), v and z before their activation.
@@ -109,8 +118,20 @@ class GAULayer(GradientCheckpointingLayer):
         out = self.gau(x, layout, backend, noise, at)
         if self.training:
             out = dropout(out, self.dropout, noise, self.place)
-        # summed wide and rounded once: under autocast the stream is as narrow as what is added to it
-        return norm(pick(x, at).to(wide(x)) + out, self.eps).to(out.dtype)
+        return compiled(_added, (x, out), self.eps)(pick(x, at), out, self.eps)
+
+
+def _activated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    return act(x)
+
+
+def _gated(u: Tensor, mixed: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    return act(u) * mixed
+
+
+def _added(x: Tensor, out: Tensor, eps: float) -> Tensor:
+    """Summed wide and rounded once: under autocast the stream is as narrow as what is added to it."""
+    return norm(x.to(wide(x)) + out, eps).to(out.dtype)
 
 
 def pick(x: Tensor, at: Tensor | None) -> Tensor:

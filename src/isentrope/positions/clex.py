@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class CLEX(nn.Module, Position):
         rotary_dim: int | None = None,
     ) -> None:
         super().__init__()
+        self._path: tuple[Any, Tensor] | None = None
         self.dim, self.train_length, self.max_factor, self.hidden = dim, train_length, max_factor, hidden
         self.base, self.layout, self.rotary_dim = base, layout, rotary_dim
         whole(self, "dim", 4)
@@ -70,6 +72,10 @@ class CLEX(nn.Module, Position):
         self.factor.fill_(t)
         return t
 
+    def train(self, mode: bool = True) -> CLEX:
+        self._path = None  # a captured training step changes weights without a sign
+        return super().train(mode)
+
     def turning(self, head_dim: int) -> int:
         if self.dim > head_dim:
             raise ValueError(f"CLEX(dim=…): expected at most the head size {head_dim}, got {self.dim}")
@@ -84,9 +90,20 @@ class CLEX(nn.Module, Position):
             return self.path(self.max_factor, dtype, device).index_select(0, (self.factor - 1).view(1))[0]
         if isinstance(length, int):
             t = max(-(-length // self.train_length), 1)
-            return self.path(t, dtype, device)[-1]
+            return self._known(t, dtype, device)[-1]
         t_rows = torch.div(length - 1, self.train_length, rounding_mode="floor").clamp_min(0)
-        return self.path(int(t_rows.max()) + 1, dtype, device)[t_rows]
+        return self._known(int(t_rows.max()) + 1, dtype, device)[t_rows]
+
+    def _known(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`path`, worked out once for weights that nobody changes: thousands of small steps at long lengths."""
+        weights = self.up.weight, self.down.weight
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
+            return self.path(last, dtype, device)
+        key = last, dtype, device, *((w.data_ptr(), w._version) for w in weights)
+        if self._path is None or self._path[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._path = key, self.path(last, dtype, device)
+        return self._path[1]
 
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """θ at t = 1 … last: (last, pairs). Only the learned part is integrated; θ_ntk is known in closed form."""

@@ -1,0 +1,171 @@
+"""The kernels that only a GPU has, against the dense reference: bands, one query a row, heads in turn."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import isentrope as ise
+from isentrope import compiled
+from isentrope.asked import geometry, unfolded
+from isentrope.attention import attention
+from isentrope.fold import _fold, angles, fold
+from tests.contract.matrix import Setting
+
+INTERPRETED = compiled.TRITON and compiled.INTERPRETED
+RECIPES = (
+    "rope+infoscale:train_length=16",
+    "cosine:alpha=16+rope+infoscale:train_length=16",
+    "rerope:window=24+infoscale:train_length=16",
+    "leakyrerope:window=24,leak=4",
+    "selfextend:window=24,group=4",
+    "rope+window:size=40",
+    "rope+sink:sinks=3,size=20",
+    "rerope:window=24+lambda:sinks=5,window=24",
+    "rerope:window=24+cosine:alpha=16+ssmax:heads=6,bias=True",
+)
+ROWS = (
+    Setting(333, 333, heads=6, d=64, dv=64),
+    Setting(1, 700, heads=6, d=64, dv=64),
+    Setting(77, 200, heads=6, kv_heads=6, d=64, dv=32),
+    Setting(130, 130, batch=1, heads=6, d=40, dv=40),
+)
+
+
+def error(found, truth):
+    return ((found.double() - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item()
+
+
+def recipe_of(text, device="cpu"):
+    recipe = ise.Recipe.parse(text)
+    learns = recipe.temperature is not None and recipe.temperature.learns
+    return replace(recipe, temperature=recipe.temperature.to(device)) if learns else recipe
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("setting", ROWS, ids=str)
+@pytest.mark.parametrize("text", RECIPES)
+def test_bands_forward_and_backward(text, setting, causal):
+    q, k, v = setting.tensors(torch.bfloat16, "cuda")
+    recipe = recipe_of(text, "cuda")
+    found, exact = [], []
+    for dtype, backend, results in ((torch.bfloat16, "sdpa", found), (torch.float64, "reference", exact)):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out, aux = attention(*inputs, recipe, causal=causal, backend=backend, return_lse=True)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device="cuda", dtype=torch.float64).view_as(out)
+        (out.double() * weights).sum().backward()
+        results += [out.detach(), aux.lse.detach(), *(x.grad for x in inputs)]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exact, strict=True):
+        assert error(a, b) < (2e-2 if name in ("out", "lse") else 4e-2), name
+
+
+@pytest.mark.gpu
+def test_each_branch_goes_where_it_is_fastest():
+    q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+    chosen = {text: attention(q, k, v, text, causal=True, return_lse=True)[1].backend for text in RECIPES[:-1]}
+    sorts = ["sdpa", "sdpa", "mixed", "mixed", "mixed", "flex", "flex", "flex"]
+    assert chosen == dict(zip(RECIPES[:-1], sorts, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", ROWS[:1] + ROWS[2:], ids=str)
+@pytest.mark.parametrize("text", RECIPES[2:])
+def test_branches_in_different_backends(text, setting):
+    q, k, v = setting.tensors(torch.bfloat16, "cuda")
+    recipe = recipe_of(text, "cuda")
+    with torch.no_grad():
+        found, aux = attention(q, k, v, recipe, causal=True, return_lse=True, return_entropy=True)
+        wide = (x.double() for x in (q, k, v))
+        truth, exact = attention(*wide, recipe, causal=True, backend="reference", return_lse=True, return_entropy=True)
+    assert error(found, truth) < 2e-2 and error(aux.lse, exact.lse) < 2e-2
+    assert (aux.entropy - exact.entropy).abs().max() < 0.2
+
+
+def check_fold(turned, heated, normalise, size, dtype, device):
+    make = torch.Generator(device).manual_seed(0)
+    x = torch.randn(2, 11, 70, size, generator=make, device=device).to(dtype)[:, 1:]
+    position = torch.arange(70.0, device=device)[None]
+    turn = angles(position, torch.rand(size // 2, generator=make, device=device), torch.float32) if turned else None
+    tau = torch.rand(2, 10, 70, generator=make, device=device) + 0.5 if heated else None
+    if turn is None and tau is None and not normalise:
+        return
+    results = []
+    for run in (fold, lambda x, turn, tau, normalise: _fold(x, *(turn or (None, None)), tau, normalise, False)):
+        given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(not normalise)
+        out = run(given, turn, tau, normalise)
+        out.sum().backward() if given.requires_grad else None
+        results.append([out.detach(), given.grad])
+    bound = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for a, b in zip(*results, strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b, **bound)
+
+
+FOLDS = [(t, h, n, size) for t in (True, False) for h in (True, False) for n in (True, False) for size in (64, 40)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", FOLDS)
+def test_fold(given, dtype):
+    check_fold(*given, dtype, "cuda")
+
+
+interprets = pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU with TRITON_INTERPRET=1")
+
+
+def check_decoding(text, rows, dtype, device):
+    setting = Setting(1, 700 if rows else 1300, rows, heads=6, kv_heads=2, d=64, dv=32)
+    q, k, v = setting.tensors(dtype, device)
+    recipe = recipe_of(text, device)
+    given = {"causal": True, "return_lse": True} | setting.arguments(device)
+    with torch.no_grad():
+        found, aux = attention(q, k, v, recipe, backend="decode", **given)
+        truth, exact = attention(q.double(), k.double(), v.double(), recipe, backend="reference", **given)
+    bound = 5e-5 if dtype == torch.float32 else 2e-2
+    assert error(found, truth) < bound and error(aux.lse, exact.lse) < bound
+    assert aux.backend == "decode"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", ["", "lengths", "left"])
+@pytest.mark.parametrize("text", RECIPES)
+def test_decoding(text, rows, dtype):
+    check_decoding(text, rows, dtype, "cuda")
+
+
+@interprets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bf16 is not known to the interpreter
+@pytest.mark.parametrize("rows", ["", "lengths", "left"])
+@pytest.mark.parametrize("text", RECIPES)
+def test_decoding_interpreted(text, rows, dtype):
+    check_decoding(text, rows, dtype, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("given", FOLDS)
+def test_fold_interpreted(given):
+    check_fold(*given, torch.float32, "cpu")
+
+
+def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
+    module = importlib.import_module("isentrope.attention")
+    q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
+    monkeypatch.setattr(module, "AT_ONCE", q.numel() // 3)
+    for text in ("rerope:window=8+infoscale:train_length=16", "alibi", "ssmax:heads=6,bias=True"):
+        recipe = recipe_of(text).resolved()
+        layout, region = geometry(q, k, recipe.mask, None, True, None, None)
+        asked = unfolded(q, k, v, recipe, layout, region, None, False)
+        assert len(list(asked.shared_out(module.AT_ONCE))) == 3
+        with torch.no_grad():
+            for told in (False, True):
+                whole, one = module._attended(asked, None, "auto", told, told)
+                parts, many = module._by_heads(asked, None, "auto", told, told)
+                torch.testing.assert_close(parts, whole)
+                if told:
+                    torch.testing.assert_close((many.lse, many.entropy), (one.lse, one.entropy))
