@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.asked import geometry, unfolded
-from isentrope.backends import chunked, decode, dense, flex, mixed, reference, sdpa
+from isentrope.backends import band as banded
+from isentrope.backends import chunked, decode, dense, flex, merge, reference, sdpa
 from isentrope.backends.call import Call, Unfolded
 from isentrope.compiled import compiled
 from isentrope.layout import Layout, PositionIds
@@ -25,8 +26,9 @@ from isentrope.recipe import Recipe
 from isentrope.region import band
 
 BACKENDS: dict[str, ModuleType] = {
-    "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "mixed": mixed, "chunked": chunked
+    "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked
 }  # fmt: skip
+RAW: dict[str, ModuleType] = {"decode": decode, "band": banded}  # these fold what is asked themselves
 logger = logging.getLogger("isentrope")
 MOST_TEXTS = 256
 FEW_QUERIES = 16
@@ -81,9 +83,9 @@ def attention(
     dropout: share of attention weights set to 0, the others scaled up to match, or a function that does it. A
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
         it, and "auto" takes dense.
-    backend: "reference", "dense", "sdpa", "flex", "mixed", "chunked", "decode": that one, or a ValueError that says why
-        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, sdpa for a few, and for more sdpa, flex
-        or, branch by branch, both; where those refuse, dense at short lengths and chunked at long ones.
+    backend: "reference", "dense", "sdpa", "flex", "chunked", "decode", "band": that one, or a ValueError that says why
+        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, band for whole rows without gradients,
+        sdpa or flex for the rest; where those refuse, dense at short lengths and chunked at long ones.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -106,13 +108,14 @@ def attention(
 def _attended(
     asked: Unfolded, dropout: Any, backend: str, return_lse: bool, return_entropy: bool
 ) -> tuple[Tensor, Aux]:
-    if backend in ("auto", "decode"):
-        why = _undecodable(asked, dropout, return_entropy)
+    for name in [name for name in RAW if backend in ("auto", name)]:
+        why = "it has no attention weights to drop" if dropout else RAW[name].refusal(asked)
         if why is None:
-            out, lse = decode.attend(asked)
-            return out, Aux(lse if return_lse else None, None, "decode")
-        if backend == "decode":
-            raise ValueError(f"backend 'decode' cannot compute this: {why}")
+            out, lse = RAW[name].attend(asked)
+            entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
+            return out, Aux(lse if return_lse else None, entropy, name)
+        if backend == name:
+            raise ValueError(f"backend {name!r} cannot compute this: {why}")
     calls = asked.folded()
     if dropout is not None and dropout != 0:
         backend, drop = _with_dropout(dropout, backend)
@@ -139,12 +142,6 @@ def _by_heads(asked: Unfolded, *options: Any) -> tuple[Tensor, Aux]:
         for name in ("lse", "entropy")
     )
     return out, Aux(lse, entropy, told[0].backend)
-
-
-def _undecodable(asked: Unfolded, dropout: Any, return_entropy: bool) -> str | None:
-    if dropout:
-        return "it has no attention weights to drop"
-    return "it does not tell the entropy" if return_entropy else decode.refusal(asked)
 
 
 def as_recipe(recipe: Recipe | str | None) -> Recipe:
@@ -200,7 +197,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of auto, decode, {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
     if (why := BACKENDS[backend].refusal(calls)) is not None:
         raise ValueError(f"backend {backend!r} cannot compute this: {why}")
     return backend
@@ -208,7 +205,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
 
 def _automatic(calls: list[Call]) -> str:
     """The fastest backend known for this call."""
-    for name in (*_fastest(calls), "dense" if _table_fits(calls[0]) else "chunked"):
+    for name in (_fastest(calls), "dense" if _table_fits(calls[0]) else "chunked"):
         if BACKENDS[name].refusal(calls) is None:
             if not torch.compiler.is_compiling():
                 _announce(name, calls[0].q.device.type)
@@ -216,19 +213,16 @@ def _automatic(calls: list[Call]) -> str:
     raise AssertionError("neither dense nor chunked refuses anything")
 
 
-def _fastest(calls: list[Call]) -> tuple[str, ...]:
-    """Fused backends to ask, the best first."""
+def _fastest(calls: list[Call]) -> str:
+    """The fused backend to ask."""
     call = calls[0]
     plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
     if not call.q.is_cuda or plain or call.layout.queries <= FEW_QUERIES:  # a mask of that many rows is nothing
-        return ("sdpa",)
-    if torch.compiler.is_compiling():
-        return ("flex",)
-    if all(sdpa.triangular(call) for call in calls):
-        return "sdpa", "flex"
-    # with gradients, bands are the slower in sdpa, but triangles the more
-    known = any(sdpa.triangular(call) for call in calls) and all(sdpa.fused(call) for call in calls)
-    return ("mixed", "sdpa", "flex") if known else ("mixed", "flex")
+        return "sdpa"
+    if torch.compiler.is_compiling() or not all(sdpa.fused(call) for call in calls):
+        return "flex"
+    # its triangles are that much the faster that its bands may be the slower
+    return "sdpa" if any(sdpa.triangular(call) for call in calls) else "flex"
 
 
 def _table_fits(call: Call) -> bool:
@@ -254,12 +248,19 @@ def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
         for call in calls:
             q, k = call.q.detach(), call.k.detach()
             call = replace(call, q=q, k=k, v=k, dropout=None)
-            k_mean, branch = BACKENDS[name].attend([call], True)
+            k_mean, branch = _branch(name, call)
             score = compiled(_inner, (q, k_mean), q.shape[-1])(q, k_mean, lse.dtype)
             entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)
             if call.slopes is not None:
                 entropy -= _mean_bias(name, call, anchor)
         return entropy.clamp_min(0)  # rounding may put a query that sees one key a little below
+
+
+def _branch(name: str, call: Call) -> tuple[Tensor, Tensor]:
+    if name in BACKENDS:
+        return BACKENDS[name].attend([call], True)
+    asked = call.unfolded
+    return merge.attend(sdpa.KERNEL, [call]) if RAW[name].refusal(asked) else RAW[name].attend(asked)
 
 
 def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

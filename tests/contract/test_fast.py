@@ -64,25 +64,40 @@ def test_bands_forward_and_backward(text, setting, causal):
 
 
 @pytest.mark.gpu
-def test_each_branch_goes_where_it_is_fastest():
+def test_each_goes_where_it_is_fastest():
     q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
-    chosen = {text: attention(q, k, v, text, causal=True, return_lse=True)[1].backend for text in RECIPES[:-1]}
-    sorts = ["sdpa", "sdpa", "mixed", "mixed", "mixed", "flex", "flex", "flex"]
-    assert chosen == dict(zip(RECIPES[:-1], sorts, strict=True))
+    chosen = {}
+    for text in RECIPES[:-1]:
+        for grad in (False, True):
+            q.requires_grad_(grad)
+            chosen[text, grad] = attention(q, k, v, text, causal=True, return_lse=True)[1].backend
+    sorts = ["sdpa"] * 4 + ["band", "sdpa"] * 3 + ["band", "flex"] * 3
+    assert list(chosen.values()) == sorts, chosen
+
+
+def check_band(text, causal, setting, dtype, device):
+    q, k, v = setting.tensors(dtype, device)
+    recipe = recipe_of(text, device)
+    given = {"causal": causal, "return_lse": True, "return_entropy": True}
+    with torch.no_grad():
+        found, aux = attention(q, k, v, recipe, backend="band", **given)
+        truth, exact = attention(q.double(), k.double(), v.double(), recipe, backend="reference", **given)
+    bound = 5e-5 if dtype == torch.float32 else 2e-2
+    assert error(found, truth) < bound and error(aux.lse, exact.lse) < bound
+    assert (aux.entropy - exact.entropy).abs().max() < (1e-3 if dtype == torch.float32 else 0.3)
+
+
+SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
+FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
+LARGE = Setting(600, 600, batch=1, heads=6, kv_heads=1, d=128, dv=128)
+BANDS = [(text, True, SQUARE) for text in RECIPES[2:]] + [(text, True, FEWER) for text in RECIPES[5:8]]
+BANDS += [("rope+window:size=40", False, SQUARE), ("window:size=500", False, LARGE), ("window:size=9", False, FEWER)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("setting", ROWS[:1] + ROWS[2:], ids=str)
-@pytest.mark.parametrize("text", RECIPES[2:])
-def test_branches_in_different_backends(text, setting):
-    q, k, v = setting.tensors(torch.bfloat16, "cuda")
-    recipe = recipe_of(text, "cuda")
-    with torch.no_grad():
-        found, aux = attention(q, k, v, recipe, causal=True, return_lse=True, return_entropy=True)
-        wide = (x.double() for x in (q, k, v))
-        truth, exact = attention(*wide, recipe, causal=True, backend="reference", return_lse=True, return_entropy=True)
-    assert error(found, truth) < 2e-2 and error(aux.lse, exact.lse) < 2e-2
-    assert (aux.entropy - exact.entropy).abs().max() < 0.2
+@pytest.mark.parametrize("given", [*BANDS, *((text, True, LARGE) for text in RECIPES[2:])], ids=str)
+def test_band(given):
+    check_band(*given, torch.bfloat16, "cuda")
 
 
 def check_fold(turned, heated, normalise, size, dtype, device):
@@ -122,12 +137,13 @@ def check_decoding(text, rows, dtype, device):
     setting = Setting(1, 700 if rows else 1300, rows, heads=6, kv_heads=2, d=64, dv=32)
     q, k, v = setting.tensors(dtype, device)
     recipe = recipe_of(text, device)
-    given = {"causal": True, "return_lse": True} | setting.arguments(device)
+    given = {"causal": True, "return_lse": True, "return_entropy": True} | setting.arguments(device)
     with torch.no_grad():
         found, aux = attention(q, k, v, recipe, backend="decode", **given)
         truth, exact = attention(q.double(), k.double(), v.double(), recipe, backend="reference", **given)
     bound = 5e-5 if dtype == torch.float32 else 2e-2
     assert error(found, truth) < bound and error(aux.lse, exact.lse) < bound
+    assert (aux.entropy - exact.entropy).abs().max() < (1e-3 if dtype == torch.float32 else 0.3)
     assert aux.backend == "decode"
 
 
@@ -145,6 +161,12 @@ def test_decoding(text, rows, dtype):
 @pytest.mark.parametrize("text", RECIPES)
 def test_decoding_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("given", BANDS, ids=str)
+def test_band_interpreted(given):
+    check_band(*given, torch.float32, "cpu")
 
 
 @interprets

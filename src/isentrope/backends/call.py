@@ -38,12 +38,18 @@ class Unfolded:
 
     def folded(self) -> list[Call]:
         """A call for each meeting, with angles, τ and norms folded into q and k."""
-        calls = []
-        for at in self.meetings:
-            query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
-            key = fold(self.k, at.key, None, self.normalise, self.interleaved)
-            calls.append(Call(query, key, self.v, self.scale, at.region, self.layout, at.slopes))
-        return calls
+        return [self.call(at) for at in self.meetings]
+
+    def call(self, at: Meeting) -> Call:
+        query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
+        return Call(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
+
+    def keys(self, at: Meeting, most: int | None = None) -> Tensor:
+        """The keys as a meeting has them, or the first of them."""
+        k, turn = self.k, at.key
+        if most is not None:
+            k, turn = k[:, :, :most], turn and (turn[0][:, :, :most], turn[1][:, :, :most])
+        return fold(k, turn, None, self.normalise, self.interleaved)
 
     def shared_out(self, most: int) -> Iterator[tuple[slice, Unfolded]]:
         """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
@@ -74,6 +80,12 @@ class Call:
     layout: Layout
     slopes: Tensor | None = None
     dropout: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def unfolded(self) -> Unfolded:
+        """The same, as a question with nothing left to fold."""
+        at = Meeting(self.region, None, None, self.slopes)
+        return Unfolded(self.q, self.k, self.v, self.layout, [at], None, self.scale, False, False)
 
     @property
     def groups(self) -> int:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.fold.kernel import united
+from isentrope.fold.kernel import strides_of, united
 
 BLOCK = 64  # keys
 ROWS = 16  # query heads that share a key head, at least: what tensor cores take
@@ -40,13 +40,12 @@ def launch(
             table = next(given) if turned else lses
             tables.append(table)
         # a table of one row, or of one position, is read again and again
-        steps += [_stride(table, 0), _stride(table, 2)] if turned else [0, 0]
+        steps += strides_of(table if turned else None, 0, 2)
     _attend[(batch * kv_heads, splits)](
         q, k, v, parts, lses, bounds, lses if tau is None else tau, *tables,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         0 if bounds.shape[0] == 1 else bounds.stride(0),
-        0 if tau is None else _stride(tau, 0), 0 if tau is None else _stride(tau, 1),
-        *steps, scale, kv_heads,
+        *strides_of(tau, 0, 1), *steps, scale, kv_heads,
         GROUPS=heads // kv_heads, ROWS=max(ROWS, triton.next_power_of_2(heads // kv_heads)), SIZE=size, HALF=size // 2,
         VALUES=value_size, BLOCK=BLOCK, BRANCHES=bounds.shape[1], SPLITS=splits, TAU=tau is not None,
         NORMALISE=normalise, TURN_Q0=which[0], TURN_K0=which[1], TURN_Q1=which[2], TURN_K1=which[3],
@@ -56,10 +55,6 @@ def launch(
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
     _join[(batch * heads,)](parts, lses, out, lse, VALUES=value_size, SPLITS=splits)
     return out, lse
-
-
-def _stride(x: Tensor, axis: int) -> int:
-    return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
 @triton.jit

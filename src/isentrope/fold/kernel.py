@@ -22,14 +22,14 @@ def launch(
     nothing = y
     _fold[(triton.cdiv(length, rows), triton.cdiv(heads, HEADS), batch)](
         x, y, nothing if cos is None else cos, nothing if sin is None else sin, nothing if tau is None else tau,
-        *x.stride()[:3], *y.stride()[:3], *_steps(cos, 0, 2), *_steps(tau, 0, 1, 2), heads, length,
+        *x.stride()[:3], *y.stride()[:3], *strides_of(cos, 0, 2), *strides_of(tau, 0, 1, 2), heads, length,
         HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS, TURN=cos is not None,
         TAU=tau is not None, NORMALISE=normalise, BACK=back,
     )  # fmt: skip
     return y
 
 
-def _steps(x: Tensor | None, *axes: int) -> list[int]:
+def strides_of(x: Tensor | None, *axes: int) -> list[int]:
     """Strides along these axes, 0 where there is one entry for all."""
     return [0 if x is None or x.shape[axis] == 1 else x.stride(axis) for axis in axes]
 

@@ -1,0 +1,105 @@
+"""Windows, and whatever else whole rows see, without gradients: a Triton kernel for the band around the diagonal.
+
+It turns and heats queries in registers, takes first keys in on the way, and merges far keys, which are a triangle and
+PyTorch's fastest kernel has, into its output. Keys are folded beforehand: many blocks of queries read each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentrope.backends import sdpa
+from isentrope.backends.call import Unfolded
+from isentrope.compiled import runs_triton
+from isentrope.region import Region, Span
+
+SIZES = (32, 64, 128, 256)
+MOST_SINKS = 64
+
+
+class Cut(NamedTuple):
+    """Which meetings see what: within `left` and `right` of the diagonal, the first keys, and a span of far ones."""
+
+    near: int
+    left: int
+    right: int
+    sink: int | None = None
+    sinks: int = 0
+    far: int | None = None
+    span: Span = Span()
+
+
+def refusal(asked: Unfolded) -> str | None:
+    q, k, v = asked.q, asked.k, asked.v
+    if not runs_triton(q) or torch.compiler.is_compiling():
+        return "it needs Triton and a GPU"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return "it has no backward"
+    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes half precision, got {q.dtype}"
+    if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
+        return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "it takes vectors whose entries are next to each other"
+    turns = [turn for m in asked.meetings for turn in (m.query, m.key) if turn is not None]
+    if turns and (asked.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
+        return "it turns whole vectors, laid out in halves"
+    if _cut(asked) is None:
+        return "it takes whole rows that see a window, first keys and a triangle of far ones"
+    return None
+
+
+def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
+    """Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries)."""
+    from isentrope.backends.band_kernel import launch
+
+    cut = _cut(asked)
+    assert cut is not None
+    near = asked.meetings[cut.near]
+    k = asked.keys(near)
+    sink = near if cut.sink is None else asked.meetings[cut.sink]
+    sink_keys = k if sink is near else asked.keys(sink, cut.sinks)
+    far = None
+    if cut.far is not None:
+        at = replace(asked.meetings[cut.far], region=Region((cut.span,)))
+        far = sdpa.KERNEL.forward(asked.call(at))
+    return launch(
+        asked.q, k, asked.v, cut.left, cut.right, near.query, asked.tau, asked.scale, asked.normalise,
+        cut.sinks, sink_keys, sink.query, far,
+    )  # fmt: skip
+
+
+def _cut(asked: Unfolded) -> Cut | None:
+    if not asked.layout.plain or any(m.slopes is not None for m in asked.meetings):
+        return None
+    regions = tuple(m.region for m in asked.meetings)
+    layout = asked.layout
+    return layout.remember(("cut", *regions), lambda: cut_up(regions, layout.queries, layout.keys))
+
+
+def cut_up(regions: Sequence[Region], queries: int, keys: int) -> Cut | None:
+    """The regions as one window, at most one set of first keys before it, and at most one triangle; None if not."""
+    spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
+    windows = [(n, s) for n, s in spans if s.start <= 0 and s.stop >= keys and -inf < s.low <= 0 < s.high]
+    if len(windows) != 1:
+        return None
+    near, window = windows[0]
+    cut = Cut(near, -int(window.low), int(min(window.high - 1, keys)))
+    for n, span in spans:
+        if span is window:
+            continue
+        band = span.band(queries, keys)
+        early = span.start <= 0 and span.stop <= MOST_SINKS and (span.low, span.high) == (-inf, window.low)
+        if early and not cut.sinks:
+            cut = cut._replace(sink=n, sinks=int(span.stop))
+        elif band is not None and (band.causal or band.full) and cut.far is None:
+            cut = cut._replace(far=n, span=span)
+        else:
+            return None
+    return cut
