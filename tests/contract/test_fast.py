@@ -12,7 +12,9 @@ import isentrope as ise
 from isentrope import compiled
 from isentrope.asked import geometry, unfolded
 from isentrope.attention import attention
+from isentrope.backends.band import cut_up
 from isentrope.fold import _fold, angles, fold
+from isentrope.region import Region
 from tests.contract.matrix import Setting
 
 INTERPRETED = compiled.TRITON and compiled.INTERPRETED
@@ -73,6 +75,32 @@ def test_each_goes_where_it_is_fastest():
             chosen[text, grad] = attention(q, k, v, text, causal=True, return_lse=True)[1].backend
     sorts = ["sdpa"] * 4 + ["band", "sdpa"] * 3 + ["band", "flex"] * 3
     assert list(chosen.values()) == sorts, chosen
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(60, 60), (13, 60)])
+def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
+    cuts = 0
+    for text in (*RECIPES, "(window:size=9|sink:sinks=2,size=3)&lambda:sinks=1,window=30", "rerope:window=9"):
+        for causal in (True, False):
+            recipe = recipe_of(text)
+            q, k, _ = Setting(queries, keys, batch=1, heads=6).tensors(torch.float32)
+            layout, region = geometry(q, k, recipe.mask, None, causal, None, None)
+            regions = [m.region for m in unfolded(q, k, k, recipe, layout, region, None, False).meetings]
+            if (cut := cut_up(regions, queries, keys)) is None:
+                continue
+            apart = layout.key[:, None] - layout.query[..., None]
+            seen = {cut.near: (apart >= -cut.left) & (apart <= cut.right)}
+            if cut.sink is not None:
+                early = (layout.key < cut.sinks)[:, None] & (apart < -cut.left)
+                seen[cut.sink] = seen.get(cut.sink, False) | early
+            if cut.far is not None:
+                seen[cut.far] = seen.get(cut.far, False) | layout.visible(Region((cut.span,))).view(1, queries, keys)
+            assert seen.keys() == set(range(len(regions)))
+            for n, found in seen.items():
+                truth = layout.visible(regions[n]).view(queries, keys)
+                assert torch.equal(found.view(queries, keys), truth), (text, causal)
+            cuts += 1
+    assert cuts >= (8 if queries == keys else 4)
 
 
 def check_band(text, causal, setting, dtype, device):

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from isentrope.backends import sdpa
 from isentrope.backends.call import Unfolded
-from isentrope.compiled import runs_triton
 from isentrope.region import Region, Span
 
-SIZES = (32, 64, 128, 256)
 MOST_SINKS = 64
 
 
@@ -36,23 +34,13 @@ class Cut(NamedTuple):
 
 
 def refusal(asked: Unfolded) -> str | None:
-    q, k, v = asked.q, asked.k, asked.v
-    if not runs_triton(q) or torch.compiler.is_compiling():
-        return "it needs Triton and a GPU"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return "it has no backward"
-    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes half precision, got {q.dtype}"
-    if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
-        return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
-    if any(x.stride(-1) != 1 for x in (q, k, v)):
-        return "it takes vectors whose entries are next to each other"
-    turns = [turn for m in asked.meetings for turn in (m.query, m.key) if turn is not None]
-    if turns and (asked.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
-        return "it turns whole vectors, laid out in halves"
-    if _cut(asked) is None:
-        return "it takes whole rows that see a window, first keys and a triangle of far ones"
-    return None
+    if torch.compiler.is_compiling():
+        return "it is not for graphs, which make kernels of their own"
+    if asked.q.is_cuda and asked.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes half precision, got {asked.q.dtype}"
+    if (why := asked.refusal()) is not None:
+        return why
+    return None if _cut(asked) else "it takes whole rows that see a window, first keys and a triangle of far ones"
 
 
 def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
@@ -76,7 +64,7 @@ def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
 
 
 def _cut(asked: Unfolded) -> Cut | None:
-    if not asked.layout.plain or any(m.slopes is not None for m in asked.meetings):
+    if not asked.layout.plain:
         return None
     regions = tuple(m.region for m in asked.meetings)
     layout = asked.layout

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from isentrope.compiled import runs_triton
 from isentrope.fold import Angles, fold
 from isentrope.layout import Layout
 from isentrope.region import CAUSAL, EVERYTHING, Region
+
+SIZES = (32, 64, 128, 256)  # of vectors that Triton kernels have
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,24 @@ class Unfolded:
     scale: float
     normalise: bool
     interleaved: bool
+
+    def refusal(self) -> str | None:
+        """Why Triton kernels, which fold queries themselves, cannot take it."""
+        q, k, v = self.q, self.k, self.v
+        if not runs_triton(q):
+            return "it needs Triton and a GPU"
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return "it has no backward"
+        if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
+            return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
+        if any(x.stride(-1) != 1 for x in (q, k, v)):
+            return "it takes vectors whose entries are next to each other"
+        if any(m.slopes is not None for m in self.meetings):
+            return "it has no distance bias"
+        turns = [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
+        if turns and (self.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
+            return "it turns whole vectors, laid out in halves"
+        return None
 
     def folded(self) -> list[Call]:
         """A call for each meeting, with angles, τ and norms folded into q and k."""

@@ -11,37 +11,21 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.call import Unfolded
-from isentrope.compiled import runs_triton
 from isentrope.layout import Layout
 from isentrope.region import Region
 
-SIZES = (32, 64, 128, 256)
 MOST_BRANCHES = 2
 MOST_SPANS = 2
 
 
 def refusal(asked: Unfolded) -> str | None:
-    q, k, v = asked.q, asked.k, asked.v
-    if q.shape[2] != 1:
+    if asked.q.shape[2] != 1:
         return "it takes one query a row, got more"  # how many, written out, would bind a graph to that length
-    if not runs_triton(q):
-        return "it needs Triton and a GPU"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return "it has no backward"
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it does not take {q.dtype}"
-    if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
-        return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
-    if any(x.stride(-1) != 1 for x in (q, k, v)):
-        return "it takes vectors whose entries are next to each other"
+    if asked.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it does not take {asked.q.dtype}"
     if len(asked.meetings) > MOST_BRANCHES or any(len(m.region.spans) > MOST_SPANS for m in asked.meetings):
         return f"it takes {MOST_BRANCHES} branches of {MOST_SPANS} spans"
-    if any(m.slopes is not None for m in asked.meetings):
-        return "it has no distance bias"
-    turns = [turn for m in asked.meetings for turn in (m.query, m.key) if turn is not None]
-    if turns and (asked.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
-        return "it turns whole vectors, laid out in halves"
-    return None
+    return asked.refusal()
 
 
 def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
