@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 from types import ModuleType
 from typing import Any
@@ -37,6 +37,7 @@ AT_ONCE = 1 << 27  # entries of q: without gradients, branches of more are worke
 LARGEST_TABLE = {"cpu": 1 << 22, "cuda": 1 << 29}
 LARGEST_KEPT = 1 << 26  # where a backward will want them again
 _texts: dict[str, Recipe] = {}
+_announced: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def _attended(
     for name in [name for name in RAW if backend in ("auto", name)]:
         why = "it has no attention weights to drop" if dropout else RAW[name].refusal(asked)
         if why is None:
+            if backend == "auto":
+                _announce(name, asked.q.device.type)
             out, lse = RAW[name].attend(asked)
             entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
             return out, Aux(lse if return_lse else None, entropy, name)
@@ -207,8 +210,7 @@ def _automatic(calls: list[Call]) -> str:
     """The fastest backend known for this call."""
     for name in (_fastest(calls), "dense" if _table_fits(calls[0]) else "chunked"):
         if BACKENDS[name].refusal(calls) is None:
-            if not torch.compiler.is_compiling():
-                _announce(name, calls[0].q.device.type)
+            _announce(name, calls[0].q.device.type)
             return name
     raise AssertionError("neither dense nor chunked refuses anything")
 
@@ -232,10 +234,11 @@ def _table_fits(call: Call) -> bool:
     return call.q.shape[:3].numel() * call.layout.keys <= most
 
 
-@cache
 def _announce(name: str, device: str) -> None:
     """Say once which backend was chosen."""
-    logger.info("attention: backend 'auto' runs %s on %s", name, device)
+    if not torch.compiler.is_compiling() and (name, device) not in _announced:
+        _announced.add((name, device))
+        logger.info("attention: backend 'auto' runs %s on %s", name, device)
 
 
 def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
