@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from functools import cache
 from math import log
 
 import torch
@@ -14,8 +15,10 @@ from isentrope.backends.merge import Part
 from isentrope.fold import Angles
 from isentrope.fold.kernel import strides_of, united
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector
-SHAPES = {32: (128, 64, 3, 4), 64: (128, 64, 3, 4), 128: (128, 64, 3, 8), 256: (64, 32, 2, 4)}
+# queries and keys of a block, pipeline stages, warps, by the size of a vector: no registers spill into memory
+LARGE = {32: (128, 64, 3, 4), 64: (128, 64, 3, 8), 128: (128, 64, 3, 8), 256: (128, 32, 2, 8)}
+SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 16, 2, 8)}
+ROOM = 160 << 10  # bytes of shared memory, which server cards have
 LEAST = 16  # rows or columns of a matrix that tensor cores take
 LN2 = tl.constexpr(log(2))
 
@@ -43,7 +46,7 @@ def launch(
     """
     batch, heads, queries, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    rows, columns, stages, warps = SHAPES[max(size, value_size)]
+    rows, columns, stages, warps = _shapes(q.device)[max(size, value_size)]
     out = torch.empty(batch, heads, queries, value_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     cos, sin = turn or (lse, lse)
@@ -62,6 +65,13 @@ def launch(
         EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
     )  # fmt: skip
     return out, lse
+
+
+@cache
+def _shapes(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
+    if device.type != "cuda":
+        return LARGE
+    return LARGE if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > ROOM else SMALL
 
 
 @triton.jit
