@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from io import StringIO
 from math import exp
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,15 +89,79 @@ def test_mistakes_are_answered_before_anything_is_loaded(run, tmp_path, before, 
         load(tmp_path / "bad.yaml")
 
 
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_plans_of_the_results_are_read(path, tmp_path, monkeypatch):
+    (tmp_path / "texts.jsonl").write_text("")
+    for name in ("SMOLLM2", "TINYLLAMA", "STORIES15M"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for name in ("NOVELS", "PAIRS", "STORIES", "MODULES"):
+        monkeypatch.setenv(name, str(tmp_path / "texts.jsonl"))
+    plan = load(path)
+    assert plan.perplexity.recipes[0] == "plain" and plan.texts == (tmp_path / "texts.jsonl",)
+    if plan.retrieval is not None:
+        assert max(plan.retrieval.lengths) == plan.perplexity.length
+
+
+def test_the_script_of_the_results():
+    script = RESULTS / "long.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    steps = re.search(r"steps=\(([^$)]*)\)", script.read_text())[1].split()
+    assert {step for step in steps if not step.startswith("calibrate-")} == {
+        path.stem for name in ("smollm2", "tinyllama") for path in (RESULTS / name).glob("*.yaml")
+    }
+
+
 def test_plans_of_another_kind_are_not_taken(tmp_path):
     (tmp_path / "other.yaml").write_text("title: x\nlengths: [64]\n")
     assert load(tmp_path / "other.yaml") is None
 
 
-def test_decoders_do_not_mix(run):
+@pytest.mark.parametrize("others", [["demo"], ["--lengths", "64"], ["--data", "corpus"], ["--jobs", "2"]])
+def test_decoders_do_not_mix(run, others):
     folder, _ = run
-    result = CliRunner().invoke(app, ["study", "run", str(folder / "small.yaml"), "demo"])
+    result = CliRunner().invoke(app, ["study", "run", str(folder / "small.yaml"), *others])
     assert result.exit_code == 2 and "expected them alone" in result.stderr
+
+
+def test_models_and_texts_are_named_by_the_environment_or_beside_the_plan(run, tmp_path, monkeypatch):
+    folder, _ = run
+    plan = PLAN.replace(str(SHIPPED / "llama"), "$MODEL").replace("*.txt", "$TEXTS")
+    (tmp_path / "named.yaml").write_text(plan)
+    with pytest.raises(ValueError, match=r"\$TEXTS: expected the environment"):
+        load(tmp_path / "named.yaml")
+    monkeypatch.setenv("TEXTS", str(folder / "*.txt"))
+    monkeypatch.setenv("MODEL", "some/name")
+    found = load(tmp_path / "named.yaml")
+    assert found.decoder["model"] == "some/name" and [path.name for path in found.texts] == ["a.txt", "b.txt"]
+    (tmp_path / "some" / "name").mkdir(parents=True)
+    assert load(tmp_path / "named.yaml").decoder["model"] == str(tmp_path / "some" / "name")
+    monkeypatch.setenv("MODEL", "./nowhere")
+    with pytest.raises(ValueError, match="expected a folder with a model"):
+        run_plan(load(tmp_path / "named.yaml"), tmp_path)
+
+
+def test_retrieval_may_ask_for_some_of_the_recipes(run):
+    folder, _ = run
+    asked = "retrieval: {tasks: [passkey], lengths: [512], depths: [0, 50], recipes: [plain]}"
+    (folder / "some.yaml").write_text(f"{PLAN}{asked}\n")
+    plan = load(folder / "some.yaml")
+    assert plan.retrieval.recipes == ("plain",) and len(plan.perplexity.recipes) == 3
+    (folder / "some.yaml").write_text(f"{PLAN}{asked.replace('plain', 'infoscale')}\n")
+    with pytest.raises(ValueError, match="expected some of the plan's, got 'infoscale'"):
+        load(folder / "some.yaml")
+
+
+def test_status_says_how_far_it_is(run, tmp_path):
+    folder, _ = run
+    words = ["study", "status", str(folder / "small.yaml"), "--out"]
+    assert "6 of 6 cells done, 0 failed, 0 missing" in CliRunner().invoke(app, [*words, str(folder / "out")]).stdout
+    asked = "retrieval: {tasks: [passkey, words], lengths: [512], depths: [0, 50]}"
+    (folder / "asked.yaml").write_text(f"{PLAN}{asked}\n")
+    words[2] = str(folder / "asked.yaml")
+    assert "0 of 15 cells done, 0 failed, 15 missing" in CliRunner().invoke(app, [*words, str(tmp_path)]).stdout
 
 
 def evaluate(*words):
@@ -248,3 +315,10 @@ def test_the_verdict(tmp_path):
     shown = Console(width=140, file=StringIO())
     shown.print(leaderboard.table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()
+
+
+def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():
+    rows = [{"recipe": str(x), "perplexity": [4.0, 5.0], "inside": x} for x in (None, 0.2, 1218.0)]
+    figure = leaderboard._figure({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
+    right = figure.axes[1]
+    assert right.get_xlim()[1] < 20 and [text.get_text() for text in right.texts] == ["+1218 %"]

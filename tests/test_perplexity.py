@@ -210,3 +210,52 @@ def test_a_text_may_have_more_tokens_than_characters(tmp_path):
 
 def test_a_mark_after_the_text_takes_no_bytes():
     assert perplexity._ends("aé漢", [(0, 0), (0, 1), (1, 3), (0, 0)]) == (0, 1, 6, 6)
+
+
+def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
+    measure = perplexity.cell
+
+    def short_of_room(model, recipe, text, edges):
+        if recipe == RECIPES[1] and text.name != "t0":
+            raise torch.OutOfMemoryError("no room\nfor it")
+        return measure(model, recipe, text, edges)
+
+    monkeypatch.setattr(perplexity, "cell", short_of_room)
+    results = run(llama(), "tiny", texts(), CONFIG, tmp_path)
+    data = json.loads(results.read_text())
+    assert len(data["cells"]) == 3 * 3 - 2 and [row["texts"] for row in data["rows"]] == [3, 1, 3]
+    assert perplexity.failures(results, RECIPES) == [f"{RECIPES[1]}: out of memory: no room"] * 2
+    assert perplexity.failures(results, ["plain"]) == []
+    monkeypatch.undo()
+    assert perplexity.failures(run(llama(), "tiny", texts(), CONFIG, tmp_path), RECIPES) == []
+    assert len(json.loads(results.read_text())["cells"]) == 3 * 3
+
+
+def test_the_command_says_what_failed(tmp_path, monkeypatch):
+    llama().save_pretrained(tmp_path / "model")
+    rows = [json.dumps({"input_ids": row}) for row in tokens(2, 100).tolist()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = ["perplexity", *(str(tmp_path / name) for name in ("model", "rows.jsonl")), "--edges", "0,64,100"]
+    words += ["--out", str(tmp_path / "out")]
+    measure = perplexity.cell
+
+    def breaks(model, recipe, text, edges):
+        if recipe != "plain":
+            raise RuntimeError("broken")
+        return measure(model, recipe, text, edges)
+
+    monkeypatch.setattr(perplexity, "cell", breaks)
+    result = CliRunner().invoke(app, [*words, "--recipe", "plain", "--recipe", "infoscale"])
+    assert result.exit_code == 1 and "2 cells failed" in result.stderr
+    assert result.stderr.count("infoscale: broken") == 1
+    result = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "none"), "--recipe", "infoscale"])
+    assert result.exit_code == 2 and "every cell failed: broken" in result.stderr
+
+
+def test_texts_are_looked_at_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(perplexity, "load", None)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
+    for words in ("perplexity --recipe plain --edges 0,8", "calibrate --length 8"):
+        command, *options = words.split()
+        result = CliRunner().invoke(app, [command, str(tmp_path), str(tmp_path / "rows.jsonl"), *options])
+        assert result.exit_code == 2 and "of 8 tokens" in result.stderr, result.output

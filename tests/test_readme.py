@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -25,6 +27,7 @@ def test_commands_exist():
     assert set(re.findall(r"make (\w+)", README)) <= targets
 
 
-def test_linked_files_exist():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_linked_files_exist(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(link).exists(), link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -54,6 +54,13 @@ def quietly() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def tell_failures(words: Sequence[str], results: Path) -> None:
+    """Why cells failed, each reason once, and how many that is."""
+    for line in dict.fromkeys(words):
+        typer.echo(f"isentrope: {line}", err=True)
+    typer.echo(f"isentrope: {len(words)} cells failed: {results}", err=True)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ def calibrate(
 
         from isentrope.report.calibrate import draw, table
         from isentrope.study.causal import calibrate as study
+        from isentrope.study.causal.choice import halves
         from isentrope.study.causal.perplexity import load, read
         from isentrope.study.place import check_free, save_extended
 
@@ -57,8 +58,9 @@ def calibrate(
         )
         check_free(save)
         quietly()
-        loaded = load(model, device, dtype, gguf_file)
         found = read(texts, model, gguf_file, length, documents)
+        halves(found, length, seed)  # before a model is loaded
+        loaded = load(model, device, dtype, gguf_file)
         result = study.calibrate(
             loaded, found, config, out, Path(model).name, lambda words: typer.echo(words, err=True)
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly
+from isentrope.cli.base import app, errors_in_one_line, quietly, tell_failures
 
 
 @app.command()
@@ -66,12 +66,17 @@ def perplexity(
         from isentrope.study.causal import perplexity as study
 
         config = study.Config.read(recipe, edges)
-        loaded = study.load(model, device, dtype, gguf_file)
+        quietly()
         found = study.read(texts, model, gguf_file, config.length, documents)
+        study.check_texts(found, config.length)  # before a model is loaded
+        loaded = study.load(model, device, dtype, gguf_file)
         results = study.run(loaded, Path(model).name, found, config, out)
         Console().print(tables.perplexity(results))
         for path in (results, *figures.perplexity(results)):
             typer.echo(path)
+        if lost := study.failures(results, recipe):
+            tell_failures(lost, results)
+            raise typer.Exit(1)
 
 
 @app.command()

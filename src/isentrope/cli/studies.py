@@ -56,7 +56,8 @@ def study_run(
     with errors_in_one_line():
         from isentrope.study import plan as plans
 
-        if decoders := _decoders(names, lengths, positions, seeds, jobs):
+        given = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
+        if decoders := _decoders(names, given):
             failed = [plan.name for plan in decoders if not _compared(plan, out)]
             raise typer.Exit(1 if failed else 0)
         if corpus is None and "dataset" in names:
@@ -72,16 +73,16 @@ def study_run(
             raise typer.Exit(1)
 
 
-def _decoders(names: list[str], *others: Any) -> list[Any]:
-    """Plans for causal models, where the names are files with such plans."""
+def _decoders(names: list[str], given: bool = False) -> list[Any]:
+    """Plans for causal models, where the names are files with such plans. given: options that are not for them."""
     files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
     if not files:
         return []
     from isentrope.study.causal.plan import load
 
     found = [plan for file in files if (plan := load(file)) is not None]
-    if found and (len(found) < len(names) or others != (None, None, None, 1)):
-        raise ValueError("plans for decoders: expected them alone, without --lengths, --positions, --seeds and --jobs")
+    if found and (len(found) < len(names) or given):
+        raise ValueError("plans for decoders: expected them alone, with no option but --out")
     return found
 
 
@@ -104,6 +105,8 @@ def _compared(plan: Any, out: Path) -> bool:
         Console(soft_wrap=True).print(line)
     for path in drawn:
         typer.echo(path)
+    if failed:
+        typer.echo(f"isentrope: {failed} cells failed: {folder}", err=True)
     return not failed
 
 
@@ -135,9 +138,11 @@ def study_status(
         import json
 
         from isentrope.study import plan as plans
+        from isentrope.study.causal import plan as causal
         from isentrope.study.run import status
 
-        found = status(plans.load(plan), out)
+        decoders = _decoders([plan])
+        found = causal.status(decoders[0], out) if decoders else status(plans.load(plan), out)
         missing = found["cells"] - found["done"] - found["failed"]
         words = f"{plan}: {found['done']} of {found['cells']} cells done, {found['failed']} failed, {missing} missing"
         typer.echo(json.dumps(found) if as_json else words)

@@ -200,8 +200,10 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 HOLDS = 1.5  # times the best recipe's worst bucket: what the second panel of `perplexity` shows
-# Paul Tol's "bright" and "muted", one colour a position method; how a line is drawn says which temperature
+# Paul Tol's "bright" and "muted", one colour a position method, and where these end another marker; how a line is drawn
+# says which temperature
 COLOURS = ("#777777", "#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#882255", "#332288", "#999933")
+MARKERS = "os^D"
 
 
 def perplexity(results: Path) -> list[Path]:
@@ -209,7 +211,7 @@ def perplexity(results: Path) -> list[Path]:
     data = json.loads(results.read_text(encoding="utf-8"))
     edges, rows = data["config"]["edges"], data["rows"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
-    methods: dict[str, str] = {}
+    methods: dict[str, tuple[str, str]] = {}
     temperatures: dict[str, Any] = {}
     lines = ("-", DASHES, DOTS, "-.")
     holding = HOLDS * min(max(row["perplexity"]) for row in rows)
@@ -218,12 +220,12 @@ def perplexity(results: Path) -> list[Path]:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
         for row in rows:
             method, temperature = _split(row["recipe"])
-            colour = methods.setdefault(method, COLOURS[len(methods) % len(COLOURS)])
+            again, which = divmod(len(methods), len(COLOURS))
+            colour, marker = methods.setdefault(method, (COLOURS[which], MARKERS[again % len(MARKERS)]))
             line = temperatures.setdefault(temperature, lines[len(temperatures) % len(lines)])
             for axes in (left, right) if max(row["perplexity"]) <= holding else (left,):
-                axes.plot(
-                    middles, row["perplexity"], color=colour, linestyle=line, marker="o", markersize=3, linewidth=1.4
-                )
+                look = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4, "linewidth": 1.4}
+                axes.plot(middles, row["perplexity"], **look)
         left.set_yscale("log")
         texts = max(row["texts"] for row in rows)
         figure.suptitle(f"Perplexity by position: {data['model']['name']}, {texts} texts", x=0.01, ha="left")
@@ -233,7 +235,10 @@ def perplexity(results: Path) -> list[Path]:
             axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges], rotation=45)
             axes.set_xlabel("position in the text (tokens)")
         left.set_ylabel("perplexity")
-        handles = [Line2D([], [], color=colour, label=name) for name, colour in methods.items()]
+        handles = [
+            Line2D([], [], color=colour, marker=marker, markersize=4, label=name)
+            for name, (colour, marker) in methods.items()
+        ]
         handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
         right.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return [save(figure, results.with_suffix(suffix)) for suffix in (".png", ".svg")]

@@ -19,6 +19,7 @@ from isentrope.report.figures import COLOURS, GREY, INK, RC, save
 from isentrope.report.tables import DEGRADED, STYLE, thousands
 
 RED = "#B2182B"
+WIDEST = 10  # per cent: how far bars of the figure go
 
 
 def rank(folder: Path) -> dict[str, Any]:
@@ -205,10 +206,15 @@ def _figure(board: dict[str, Any]) -> Figure:
     left.set_yticks(places, names)
     left.set_title(f"perplexity at {_last(board)}")
     changes = [row["inside"] or 0.0 for row in rows]
-    right.barh(places, changes, color=[RED if change > DEGRADED else COLOURS[1] for change in changes], height=0.62)
+    colours = [RED if change > DEGRADED else COLOURS[1] for change in changes]
+    right.barh(places, [max(-WIDEST, min(change, WIDEST)) for change in changes], color=colours, height=0.62)
+    for place, change in zip(places, changes, strict=True):
+        if abs(change) > WIDEST:
+            at = (WIDEST if change > 0 else 0, place)
+            right.annotate(f"{change:+.0f} %", at, (4, 0), textcoords="offset points", va="center", color=INK)
     right.axvline(DEGRADED, color=RED, linewidth=1)
     right.axvline(0, color=GREY, linewidth=0.8)
-    right.set_title("inside the training length, % of perplexity")
+    right.set_title("change inside the training length, %")
     for axes in (left, right):
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color="#E8E8E8")

@@ -93,7 +93,7 @@ def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> Pr
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    return AutoTokenizer.from_pretrained(name, **options)
+    return AutoTokenizer.from_pretrained(check_model(name), **options)
 
 
 def described(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -157,7 +157,8 @@ def _ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
     """Measure every recipe on every text and write `perplexity.json` into the folder `out`.
 
-    A cell (recipe × text) that the file already holds is not measured again, and stays there.
+    A cell (recipe × text) that the file already holds is not measured again, and stays there. One that fails is told in
+    `failed` there, the others go on, and another run tries it again.
     """
     check_texts(texts, config.length)
     results = out / "perplexity.json"
@@ -174,11 +175,34 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     model.eval()
     if todo:
         audit(model, torch.tensor(texts[0].tokens[:32]))
+    failed: list[dict[str, str]] = []
     for recipe, text in progress(todo, lambda cell: cell[0]):
-        cells[recipe, text.sha256] = {"recipe": recipe, "text": text.sha256} | cell(model, recipe, text, config.edges)
-        head["run"] = provenance() | {"transformers": transformers.__version__}
+        found = {"recipe": recipe, "text": text.sha256}
+        try:
+            cells[recipe, text.sha256] = found | cell(model, recipe, text, config.edges)
+        except RuntimeError as error:
+            failed.append(found | {"failed": reason(error)})
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        head |= {"run": provenance() | {"transformers": transformers.__version__}, "failed": failed}
         _save(results, summary(head | {"cells": list(cells.values())}))
+    if not cells:
+        raise ValueError(f"{results}: expected results, but every cell failed: {failed[0]['failed']}")
     return results
+
+
+def failures(results: Path, recipes: Sequence[str]) -> list[str]:
+    """Why cells of these recipes failed in the last run, each in a line."""
+    data = json.loads(results.read_text(encoding="utf-8"))
+    done = {(cell["recipe"], cell["text"]) for cell in data["cells"]}
+    lost = [row for row in data.get("failed", []) if (row["recipe"], row["text"]) not in done]
+    return [f"{row['recipe']}: {row['failed']}" for row in lost if row["recipe"] in recipes]
+
+
+def reason(error: Exception) -> str:
+    """Why a cell failed, in a line."""
+    kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
+    return kind + str(error).strip().partition("\n")[0]
 
 
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from isentrope.study.checkpoint import write_json
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER = ("model", "gguf_file", "dtype", "device", "chat")
-RETRIEVAL = ("tasks", "lengths", "depths", "examples", "seed", "score", "text")
+RETRIEVAL = ("tasks", "lengths", "depths", "examples", "seed", "score", "text", "recipes")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ class Plan:
 
 
 def load(path: Path) -> Plan | None:
-    """The plan in a YAML file; None where it is one of another kind."""
+    """The plan in a YAML file; None where it is one of another kind.
+
+    $NAME in a model's or a text's name stands for what the environment says. A folder beside the plan comes before one
+    of that name elsewhere.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -65,13 +69,17 @@ def load(path: Path) -> Plan | None:
     haystack: tuple[Path, ...] = ()
     if (wanted := data.get("retrieval")) is not None:
         _check_keys(f"{where}: retrieval", wanted, RETRIEVAL, ("tasks", "lengths"))
-        options = {key: value for key, value in wanted.items() if key != "text"}
-        options |= {key: tuple(options[key]) for key in ("tasks", "lengths", "depths") if key in options}
-        asked, haystack = retrieval.Config(recipes, **options), _files(wanted.get("text", []), path.parent)
+        options = {"recipes": recipes} | {key: value for key, value in wanted.items() if key != "text"}
+        options |= {key: tuple(options[key]) for key in ("recipes", "tasks", "lengths", "depths") if key in options}
+        if others := [recipe for recipe in options["recipes"] if recipe not in recipes]:
+            raise ValueError(f"{where}: retrieval: recipes: expected some of the plan's, got {others[0]!r}")
+        asked, haystack = retrieval.Config(**options), _files(wanted.get("text", []), path.parent)
     config = perplexity.Config(recipes, tuple(data["edges"]))
     texts = _files(data["texts"], path.parent)
     title = str(data.get("title", path.stem))
-    return Plan(path.stem, title, data["decoder"], texts, int(data.get("documents", 8)), config, asked, haystack)
+    model = _filled(str(data["decoder"]["model"]))
+    decoder = data["decoder"] | {"model": str(beside) if (beside := path.parent / model).is_dir() else model}
+    return Plan(path.stem, title, decoder, texts, int(data.get("documents", 8)), config, asked, haystack)
 
 
 def single(
@@ -167,13 +175,35 @@ def run(plan: Plan, out: Path, say: Callable[[str], None] = lambda words: None) 
     _check_reach(model, plan.perplexity.length)
     plan = _taken(plan, model, say)
     shown = Path(name).name
-    perplexity.run(model, shown, texts, plan.perplexity, folder)
+    results = perplexity.run(model, shown, texts, plan.perplexity, folder)
+    for words in dict.fromkeys(lost := perplexity.failures(results, plan.perplexity.recipes)):
+        say(words)
     if plan.retrieval is not None:
         prompts = retrieval.Prompts.of(perplexity.load_tokenizer(name, gguf), plan.decoder.get("chat"))
         haystack = retrieval.read(plan.haystack)
         failed = retrieval.run(model, shown, prompts, haystack, plan.retrieval, folder)[1]
     write_json(folder / "decoder.json", {"name": plan.name, "title": plan.title, "model": shown})
-    return folder, failed
+    return folder, failed + len(lost)
+
+
+def status(plan: Plan, out: Path) -> dict[str, Any]:
+    """How many cells there are, and how many of them `out` holds; texts that may be too short are not looked into."""
+    done, failed = 0, 0
+    cells = len(plan.perplexity.recipes) * plan.documents
+    if (results := out / plan.name / "perplexity.json").exists():
+        data = json.loads(results.read_text(encoding="utf-8"))
+        cells = len(plan.perplexity.recipes) * len(data["texts"])
+        done += sum(cell["recipe"] in plan.perplexity.recipes for cell in data["cells"])
+        failed += len(perplexity.failures(results, plan.perplexity.recipes))
+    if plan.retrieval is not None:
+        cells += len(plan.retrieval.recipes) * len(plan.retrieval.cells)
+        if (results := out / plan.name / "retrieval.json").exists():
+            asked = {(recipe, *cell) for recipe in plan.retrieval.recipes for cell in plan.retrieval.cells}
+            for cell in json.loads(results.read_text(encoding="utf-8"))["cells"]:
+                if tuple(cell[key] for key in ("recipe", "task", "length", "depth")) in asked:
+                    done += cell["failed"] is None
+                    failed += cell["failed"] is not None
+    return {"plan": plan.name, "cells": cells, "done": done, "failed": failed}
 
 
 def _check_alone(results: Path, texts: Sequence[perplexity.Text]) -> None:
@@ -206,7 +236,9 @@ def _taken(plan: Plan, model: PreTrainedModel, say: Callable[[str], None]) -> Pl
     if error is not None and taken == [PLAIN]:
         raise error
     config, asked = replace(plan.perplexity, recipes=tuple(taken)), plan.retrieval
-    return replace(plan, perplexity=config, retrieval=asked and replace(asked, recipes=tuple(taken)))
+    if asked is not None:
+        asked = replace(asked, recipes=tuple(recipe for recipe in asked.recipes if recipe in taken))
+    return replace(plan, perplexity=config, retrieval=asked)
 
 
 def _check_keys(where: str, data: Any, known: tuple[str, ...], needed: tuple[str, ...]) -> None:
@@ -219,11 +251,19 @@ def _check_keys(where: str, data: Any, known: tuple[str, ...], needed: tuple[str
         raise ValueError(f"{where}: missing {', '.join(missing)}")
 
 
+def _filled(name: str) -> str:
+    """A name with what the environment says in place of $NAME."""
+    found = os.path.expandvars(name)
+    if "$" in found:
+        raise ValueError(f"{name}: expected the environment to say what it stands for")
+    return found
+
+
 def _files(words: Any, beside: Path) -> tuple[Path, ...]:
     """Files by names and globs, from the plan's own folder on."""
     found: list[Path] = []
     for word in [words] if isinstance(words, str) else words:
-        here = sorted(glob(str(beside / str(word)), recursive=True))
+        here = sorted(glob(str(beside / _filled(str(word))), recursive=True))
         if not here:
             raise ValueError(f"texts: expected files, got none like {word}")
         found += map(Path, here)

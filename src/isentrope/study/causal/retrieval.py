@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
-from isentrope.study.causal.perplexity import check_recipes, described, same_model, under
+from isentrope.study.causal.perplexity import check_recipes, described, reason, same_model, under
 from isentrope.study.checkpoint import write_json
 from isentrope.study.evaluate import UnmeasurableError
 from isentrope.study.progress import progress
@@ -251,8 +251,7 @@ def _cell(
                     seconds["generated"] += time.perf_counter() - middle
                 examples.append(row)
     except (RuntimeError, IndexError) as error:  # out of memory, mostly; past the last of learned positions
-        kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
-        failed = kind + str(error).strip().partition("\n")[0]
+        failed = reason(error)
     if on_gpu and failed:
         torch.cuda.empty_cache()
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
