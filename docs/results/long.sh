@@ -13,8 +13,8 @@ steps=("${@:2}")
 [ ${#steps[@]} -gt 0 ] || steps=(smollm2 calibrate-selfextend calibrate-rerope smollm2-131k tinyllama-8k tinyllama-32k)
 mkdir -p "$out"
 export SMOLLM2 TINYLLAMA NOVELS PAIRS  # for the plans
-SMOLLM2=$(realpath "${SMOLLM2:?"expected the model's folder"}")
-TINYLLAMA=$(realpath "${TINYLLAMA:?"expected the model's folder"}")
+[ -z "${SMOLLM2:-}" ] || SMOLLM2=$(realpath "$SMOLLM2")  # one that is not given is missed where a step wants it
+[ -z "${TINYLLAMA:-}" ] || TINYLLAMA=$(realpath "$TINYLLAMA")
 texts=$(realpath "$out")/texts
 NOVELS=$texts/novels.jsonl
 PAIRS=$texts/pairs.jsonl
@@ -51,7 +51,7 @@ study() {
 calibrate() {  # SmolLM2: a method, and what follows its window
     local length=32768 window=4096 more=()
     [ -z "${QUICK:-}" ] || { length=512 window=128 more=(--train-length 256 --documents 2 --levels scalar); }
-    isentrope calibrate "$SMOLLM2" "$PAIRS" --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf --length $length \
+    isentrope calibrate "${SMOLLM2:?"expected the model's folder"}" "$PAIRS" --gguf-file SmolLM2-135M-Instruct.Q4_1.gguf --length $length \
         --recipe "$1:window=$window$2" --budget "${BUDGET:-5m}" --out "$out/smollm2-$1" "${more[@]}"
 }
 
