@@ -28,7 +28,10 @@ MET, MISSED = "#228833", "#EE6677"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    drawn = plots(parser.parse_args().results)
+    results = parser.parse_args().results
+    if not results.is_file():
+        parser.error(f"expected a results file, got {results}")
+    drawn = plots(results)
     print("\n".join(map(str, drawn)) or "nothing to draw: expected rows of the group scaling, or rows with targets")
 
 
