@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from queue import Queue
 from threading import Event, Thread
 from typing import Any
@@ -121,8 +121,12 @@ class Stepper:
         return self.output.clone()
 
 
-def ahead(make: Callable[[int], Batch], first: int, end: int, pin: bool, depth: int = 8) -> Iterator[Batch]:
-    """make(first) … make(end - 1), made by another thread a few steps before they are asked for."""
+@contextmanager
+def ahead(make: Callable[[int], Batch], first: int, end: int, pin: bool, depth: int = 8) -> Iterator[Iterator[Batch]]:
+    """make(first) … make(end - 1), made by another thread a few steps before they are asked for.
+
+    The thread ends before this is left: one that is inside torch when the interpreter ends aborts the process.
+    """
     queue: Queue[Any] = Queue(depth)
     closed = Event()
 
@@ -136,14 +140,19 @@ def ahead(make: Callable[[int], Batch], first: int, end: int, pin: bool, depth: 
         except BaseException as error:  # raised where the batch is asked for
             queue.put(error)
 
-    Thread(target=work, daemon=True).start()
-    try:
+    def made() -> Iterator[Batch]:
         for _ in range(first, end):
             item = queue.get()
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield made()
     finally:
         closed.set()
-        while not queue.empty():
+        while not queue.empty():  # it may wait to hand one over, and looks up after that
             queue.get_nowait()
+        thread.join()

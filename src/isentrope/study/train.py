@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
@@ -121,9 +121,14 @@ class Run:
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("isentrope", init_kwargs={"tensorboard": {"purge_step": first + 1}})
         log = Log(self.out / "log.jsonl", first) if self.main else None
+        pin = self.accelerator.device.type == "cuda"
         try:
-            with _signals() as caught, Watch(self.steps, first, self.main) as watch:
-                self._loop(first, log, watch, caught)
+            with (
+                _signals() as caught,
+                Watch(self.steps, first, self.main) as watch,
+                ahead(self._share, first, self.steps, pin) as batches,
+            ):
+                self._loop(enumerate(batches, first), log, watch, caught)
         except Diverged:
             self._write_best()
             raise
@@ -141,14 +146,13 @@ class Run:
         told: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
         return told
 
-    def _loop(self, first: int, log: Log | None, watch: Watch, caught: list[int]) -> None:
+    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, watch: Watch, caught: list[int]) -> None:
         model: Any = self.stepper.plain
         clex = [module for module in model.modules() if isinstance(module, CLEX)]
         drops = getattr(model.config, "attention_dropout", 0.0)  # of a Llama, by torch's own generator
         losses: list[torch.Tensor] = []
         begun = last_saved = time.perf_counter()
-        batches = ahead(self._share, first, self.steps, pin=self.accelerator.device.type == "cuda")
-        for step, batch in enumerate(batches, first):
+        for step, batch in batches:
             drawn = (self.config.seed * 1_000_003 + step) % (1 << 63)
             for module in clex:  # one t for all layers
                 module.sample(torch.Generator().manual_seed(drawn))
