@@ -23,6 +23,8 @@ demo: $(READY)  ## which method holds at which length: a small model on SymPy's 
 test: $(READY)  ## every test that runs on this machine
 	@# one thread a worker: two workers with two threads each wait for each other
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@# the kernels of a GPU, in Triton's interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast.py
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .

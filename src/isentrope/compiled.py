@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from os import environ
@@ -21,6 +22,11 @@ INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
 def runs_triton(x: Tensor) -> bool:
     """Whether Triton's kernels run where a tensor is."""
     return TRITON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable) -> Callable[..., Any]:
@@ -44,10 +50,10 @@ def variant_of(
 
 
 def _kind(x: Tensor | None) -> Hashable:
-    """What a compiled function is specialised to: dtype, gradient, memory order, and which sizes are one."""
+    """What a compiled function is specialised to: dtype, device, gradient, memory order, and which sizes are one."""
     if x is None:
         return None
-    return x.dtype, x.requires_grad, x.is_contiguous(), tuple(n == 1 for n in x.shape)
+    return x.dtype, x.device, x.requires_grad, x.is_contiguous(), tuple(n == 1 for n in x.shape)
 
 
 @cache

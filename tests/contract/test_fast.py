@@ -119,6 +119,11 @@ SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
 FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
 LARGE = Setting(600, 600, batch=1, heads=6, kv_heads=1, d=128, dv=128)
 BANDS = [(text, True, SQUARE) for text in RECIPES[2:]] + [(text, True, FEWER) for text in RECIPES[5:8]]
+BANDS += [
+    ("sink:sinks=1,size=30&window:size=34", True, Setting(73, 73, heads=6, d=64, dv=64)),  # far keys end before queries
+    ("rope+sink:sinks=5,size=3", False, SQUARE),
+    ("rope+sink:sinks=40,size=3", True, Setting(5, 5, heads=6, d=64, dv=64)),
+]
 BANDS += [("rope+window:size=40", False, SQUARE), ("window:size=500", False, LARGE), ("window:size=9", False, FEWER)]
 
 
@@ -158,11 +163,14 @@ def test_fold(given, dtype):
     check_fold(*given, dtype, "cuda")
 
 
-interprets = pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU with TRITON_INTERPRET=1")
+interprets = pytest.mark.skipif(
+    not INTERPRETED, reason="kernels run on a CPU with TRITON_INTERPRET=1, as `make test` does in its second run"
+)
 
 
 def check_decoding(text, rows, dtype, device):
-    setting = Setting(1, 700 if rows else 1300, rows, heads=6, kv_heads=2, d=64, dv=32)
+    keys = (700 if rows else 1300) // (1 if device == "cuda" else 2)
+    setting = Setting(1, keys, rows, heads=6, kv_heads=2, d=64, dv=32)
     q, k, v = setting.tensors(dtype, device)
     recipe = recipe_of(text, device)
     given = {"causal": True, "return_lse": True, "return_entropy": True} | setting.arguments(device)
@@ -183,18 +191,51 @@ def test_decoding(text, rows, dtype):
     check_decoding(text, rows, dtype, "cuda")
 
 
+HALVES = [("", torch.float32), ("", torch.float16), ("lengths", torch.float32), ("left", torch.float32)]
+
+
 @interprets
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bf16 is not known to the interpreter
-@pytest.mark.parametrize("rows", ["", "lengths", "left"])
+@pytest.mark.parametrize(("rows", "dtype"), HALVES, ids=str)  # bf16 is not known to the interpreter
 @pytest.mark.parametrize("text", RECIPES)
 def test_decoding_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 
 
 @interprets
-@pytest.mark.parametrize("given", BANDS, ids=str)
-def test_band_interpreted(given):
-    check_band(*given, torch.float32, "cpu")
+@pytest.mark.parametrize(("text", "causal", "setting"), BANDS, ids=str)
+def test_band_interpreted(text, causal, setting):
+    check_band(text, causal, replace(setting, batch=1), torch.float32, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("backend", ["decode", "band"])
+def test_interpreted_kernels_leave_gradients_to_others(backend):
+    recipe = ise.Recipe.parse("ssmax:heads=6+rope+window:size=2")
+    recipe.temperature.requires_grad_()
+    q, k, v = Setting(1, 9, heads=6, d=64, dv=64).tensors(torch.float32)
+    with pytest.raises(ValueError, match="no backward"):
+        attention(q, k, v, recipe, causal=True, backend=backend)
+    assert attention(q, k, v, recipe, causal=True).requires_grad
+
+
+@interprets
+def test_interpreted_bands_have_a_key_for_every_query_and_decoding_takes_no_rows():
+    q, k, v = Setting(40, 17, heads=6, d=64, dv=64).tensors(torch.float32)
+    with pytest.raises(ValueError, match="whole rows"), torch.no_grad():
+        attention(q, k, v, "rope+window:size=3", causal=True, backend="band")
+    with torch.no_grad():
+        assert attention(q[:0, :, :1], k[:0], v[:0], "rope", causal=True, backend="decode").shape == (0, 6, 1, 64)
+
+
+@interprets
+def test_interpreted_and_traced_decoding_have_one_shape():
+    q, k, v = (x.transpose(1, 2) for x in Setting(6, 2, heads=1, kv_heads=300, d=64, dv=32).tensors(torch.float32))
+    bounds, turn = (
+        torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32),
+        angles(torch.zeros(1, 1), torch.ones(32), torch.float32),
+    )
+    given = (q, k, v, bounds, list(turn), [True, False], None, 0.125, False)
+    torch.library.opcheck(torch.ops.isentrope.decode.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @interprets

@@ -73,6 +73,8 @@ def _cut(asked: Unfolded) -> Cut | None:
 
 def cut_up(regions: Sequence[Region], queries: int, keys: int) -> Cut | None:
     """The regions as one window, at most one set of first keys before it, and at most one triangle; None if not."""
+    if queries > keys:  # some see nothing
+        return None
     spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
     windows = [(n, s) for n, s in spans if s.start <= 0 and s.stop >= keys and -inf < s.low <= 0 < s.high]
     if len(windows) != 1:
@@ -85,7 +87,7 @@ def cut_up(regions: Sequence[Region], queries: int, keys: int) -> Cut | None:
         band = span.band(queries, keys)
         early = span.start <= 0 and span.stop <= MOST_SINKS and (span.low, span.high) == (-inf, window.low)
         if early and not cut.sinks:
-            cut = cut._replace(sink=n, sinks=int(span.stop))
+            cut = cut._replace(sink=n, sinks=int(min(span.stop, keys)))
         elif band is not None and (band.causal or band.full) and cut.far is None:
             cut = cut._replace(far=n, span=span)
         else:

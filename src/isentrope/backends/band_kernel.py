@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.backends.merge import Part
+from isentrope.compiled import on_device_of
 from isentrope.fold import Angles
 from isentrope.fold.kernel import strides_of, united
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector: no registers spill into memory
+# queries and keys of a block, pipeline stages, warps, by the size of a vector: up to 128 no registers spill into memory
 LARGE = {32: (128, 64, 3, 4), 64: (128, 64, 3, 8), 128: (128, 64, 3, 8), 256: (128, 32, 2, 8)}
 SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 16, 2, 8)}
 ROOM = 160 << 10  # bytes of shared memory, which server cards have
@@ -53,17 +54,18 @@ def launch(
     sink_cos, sink_sin = sink_turn or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
     far_out, far_lse, first = far or Part(out, lse, 0)
-    _band[(triton.cdiv(queries, rows), heads, batch)](
-        q, k, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, lse if tau is None else tau, far_out, far_lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
-        *strides_of(turn and cos, 0, 2), *strides_of(sink_turn and sink_cos, 0, 2), *strides_of(tau, 0, 1, 2),
-        *far_out.stride()[:3], *far_lse.stride(),
-        heads, queries, keys, left, right, sinks, first, scale / log(2),
-        GROUPS=heads // kv_heads, SIZE=size, VALUES=value_size, ROWS=rows, COLUMNS=columns,
-        SINKS=max(LEAST, triton.next_power_of_2(sinks)) if sinks else 0, TURN=turn is not None,
-        SINK_TURN=sink_turn is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
-        EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
-    )  # fmt: skip
+    with on_device_of(q):
+        _band[(triton.cdiv(queries, rows), heads, batch)](
+            q, k, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, lse if tau is None else tau, far_out, far_lse,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
+            *strides_of(turn and cos, 0, 2), *strides_of(sink_turn and sink_cos, 0, 2), *strides_of(tau, 0, 1, 2),
+            *far_out.stride()[:3], *far_lse.stride(),
+            heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
+            GROUPS=heads // kv_heads, SIZE=size, VALUES=value_size, ROWS=rows, COLUMNS=columns,
+            SINKS=max(LEAST, triton.next_power_of_2(sinks)) if sinks else 0, TURN=turn is not None,
+            SINK_TURN=sink_turn is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
+            EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
+        )  # fmt: skip
     return out, lse
 
 
@@ -138,7 +140,7 @@ def _band(
     q_batch, q_head, q_row, k_batch, k_head, k_key, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
     turn_batch, turn_row, sink_turn_batch, sink_turn_row, tau_batch, tau_head, tau_row,
     far_batch, far_head, far_row, far_lse_batch, far_lse_head, far_lse_row,
-    heads, queries, keys, left, right, sinks, first, scale,
+    heads, queries, keys, left, right, sinks, first, last, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SINKS: tl.constexpr, TURN: tl.constexpr, SINK_TURN: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
     FAR: tl.constexpr, EXACT: tl.constexpr,
@@ -193,7 +195,7 @@ def _band(
                                 SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
 
     if FAR:
-        held = live & (row >= first)
+        held = live & (row >= first) & (row < last)
         there = (row - first).to(tl.int64)
         other = far_lse + batch * far_lse_batch + one * far_lse_head + there * far_lse_row
         other = tl.load(other, mask=held, other=float("-inf")).to(tl.float32) / LN2

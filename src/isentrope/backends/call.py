@@ -43,9 +43,11 @@ class Unfolded:
     def refusal(self) -> str | None:
         """Why Triton kernels, which fold queries themselves, cannot take it."""
         q, k, v = self.q, self.k, self.v
+        turns = [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
         if not runs_triton(q):
             return "it needs Triton and a GPU"
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        parts = (q, k, v, self.tau, *(x for turn in turns for x in turn))
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
             return "it has no backward"
         if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
             return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
@@ -53,7 +55,6 @@ class Unfolded:
             return "it takes vectors whose entries are next to each other"
         if any(m.slopes is not None for m in self.meetings):
             return "it has no distance bias"
-        turns = [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
         if turns and (self.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
             return "it turns whole vectors, laid out in halves"
         return None

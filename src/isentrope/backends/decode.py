@@ -66,31 +66,9 @@ def _run(
     return decode_kernel.launch(q, k, v, bounds, turns, which, tau, scale, normalise)
 
 
-@torch.library.custom_op("isentrope::decode", mutates_args=())
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    turns: list[Tensor],
-    which: list[bool],
-    tau: Tensor | None,
-    scale: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, bounds, turns, which, tau, scale, normalise)
+_decode = torch.library.custom_op("isentrope::decode", _run, mutates_args=())
 
 
 @_decode.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    turns: list[Tensor],
-    which: list[bool],
-    tau: Tensor | None,
-    scale: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)

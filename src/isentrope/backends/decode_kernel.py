@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isentrope.compiled import on_device_of
 from isentrope.fold.kernel import strides_of, united
 
-BLOCK = 64  # keys
+BLOCK = 64  # keys, at most, and bytes of them: small cards have little shared memory
+BYTES = 32 << 10
 ROWS = 16  # query heads that share a key head, at least: what tensor cores take
 PROGRAMS = 264  # in flight: two for each processor of the largest cards
 
@@ -29,7 +31,8 @@ def launch(
     """See `decode.attend`. turns: cos and sin for each of `which` (queries, keys of branch 0, then of 1) that turns."""
     batch, heads, _, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    splits = max(1, min(PROGRAMS // (batch * kv_heads), triton.cdiv(keys, 4 * BLOCK)))
+    groups = heads // kv_heads
+    splits = max(1, min(PROGRAMS // max(1, batch * kv_heads), triton.cdiv(keys, 4 * BLOCK)))
     splits = 1 << (splits.bit_length() - 1)
     parts = q.new_empty(batch, heads, splits, value_size, dtype=torch.float32)
     lses = q.new_empty(batch, heads, splits, dtype=torch.float32)
@@ -41,19 +44,20 @@ def launch(
             tables.append(table)
         # a table of one row, or of one position, is read again and again
         steps += strides_of(table if turned else None, 0, 2)
-    _attend[(batch * kv_heads, splits)](
-        q, k, v, parts, lses, bounds, lses if tau is None else tau, *tables,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        0 if bounds.shape[0] == 1 else bounds.stride(0),
-        *strides_of(tau, 0, 1), *steps, scale, kv_heads,
-        GROUPS=heads // kv_heads, ROWS=max(ROWS, triton.next_power_of_2(heads // kv_heads)), SIZE=size, HALF=size // 2,
-        VALUES=value_size, BLOCK=BLOCK, BRANCHES=bounds.shape[1], SPLITS=splits, TAU=tau is not None,
-        NORMALISE=normalise, TURN_Q0=which[0], TURN_K0=which[1], TURN_Q1=which[2], TURN_K1=which[3],
-        EXACT=q.dtype == torch.float32,
-    )  # fmt: skip
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    _join[(batch * heads,)](parts, lses, out, lse, VALUES=value_size, SPLITS=splits)
+    with on_device_of(q):
+        _attend[(batch * kv_heads, splits)](
+            q, k, v, parts, lses, bounds, lses if tau is None else tau, *tables,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+            0 if bounds.shape[0] == 1 else bounds.stride(0),
+            *strides_of(tau, 0, 1), *steps, scale, kv_heads, splits,
+            GROUPS=groups, ROWS=max(ROWS, triton.next_power_of_2(groups)), SIZE=size, HALF=size // 2,
+            VALUES=value_size, BLOCK=min(BLOCK, BYTES // (size * q.element_size())), BRANCHES=bounds.shape[1],
+            TAU=tau is not None, NORMALISE=normalise, EXACT=q.dtype == torch.float32,
+            TURN_Q0=which[0], TURN_K0=which[1], TURN_Q1=which[2], TURN_K1=which[3],
+        )  # fmt: skip
+        _join[(batch * heads,)](parts, lses, out, lse, VALUES=value_size, SPLITS=splits)
     return out, lse
 
 
@@ -99,13 +103,13 @@ def _attend(
     q, k, v, parts, lses, bounds, tau,
     cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
     q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch, tau_batch, tau_head,
-    q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, kv_heads,
+    q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, kv_heads, splits,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, SPLITS: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
     TURN_Q0: tl.constexpr, TURN_K0: tl.constexpr, TURN_Q1: tl.constexpr, TURN_K1: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One share of the keys that one key head's queries see: its output and log-sum-exp."""
-    batch, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    batch, head = (tl.program_id(0) // kv_heads).to(tl.int64), tl.program_id(0) % kv_heads
     split = tl.program_id(1)
     row, half, value = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, VALUES)
 
@@ -123,7 +127,7 @@ def _attend(
         first = tl.minimum(first, tl.where(low3 < high3, low3, 2147483647))
         last = tl.maximum(last, tl.where(low2 < high2, high2, 0))
         last = tl.maximum(last, tl.where(low3 < high3, high3, 0))
-    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK) * BLOCK
     begin = first + split * share
     end = tl.minimum(begin + share, last)
 
@@ -131,7 +135,7 @@ def _attend(
     heat = tl.full((ROWS,), 1.0, tl.float32)
     if TAU:
         heat = tl.load(tau + batch * tau_batch + mine * tau_head, mask=row < GROUPS, other=0.0).to(tl.float32)
-    at_q = q + batch.to(tl.int64) * q_batch + mine[:, None].to(tl.int64) * q_head + half[None, :]
+    at_q = q + batch * q_batch + mine[:, None].to(tl.int64) * q_head + half[None, :]
     cos_q0, sin_q0, cos_k0, sin_k0 = (
         cos_q0 + batch * q0_batch, sin_q0 + batch * q0_batch, cos_k0 + batch * k0_batch, sin_k0 + batch * k0_batch,
     )  # fmt: skip
@@ -143,8 +147,8 @@ def _attend(
         )  # fmt: skip
         qa1, qb1 = _query(at_q, row, heat, cos_q1, sin_q1, half, GROUPS, HALF, TURN_Q1, NORMALISE)
 
-    k += batch.to(tl.int64) * k_batch + head.to(tl.int64) * k_head
-    v += batch.to(tl.int64) * v_batch + head.to(tl.int64) * v_head
+    k += batch * k_batch + head.to(tl.int64) * k_head
+    v += batch * v_batch + head.to(tl.int64) * v_head
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, VALUES), tl.float32)
@@ -179,7 +183,7 @@ def _attend(
 
     anchor = tl.where(total > 0, total, 1.0)
     held = row < GROUPS
-    place = (batch * kv_heads * GROUPS + mine) * SPLITS + split
+    place = (batch * kv_heads * GROUPS + mine) * splits + split
     tl.store(lses + place, tl.where(total > 0, top + tl.log(anchor), float("-inf")), mask=held)
     tl.store(parts + place[:, None] * VALUES + value[None, :], mixed / anchor[:, None], mask=held[:, None])
 

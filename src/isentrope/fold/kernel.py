@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isentrope.compiled import on_device_of
+
 ENTRIES = 4096  # of a block of vectors
 HEADS = 8  # that share the angles a program has read
 
@@ -20,12 +22,13 @@ def launch(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = max(1, ENTRIES // triton.next_power_of_2(size))
     nothing = y
-    _fold[(triton.cdiv(length, rows), triton.cdiv(heads, HEADS), batch)](
-        x, y, nothing if cos is None else cos, nothing if sin is None else sin, nothing if tau is None else tau,
-        *x.stride()[:3], *y.stride()[:3], *strides_of(cos, 0, 2), *strides_of(tau, 0, 1, 2), heads, length,
-        HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS, TURN=cos is not None,
-        TAU=tau is not None, NORMALISE=normalise, BACK=back,
-    )  # fmt: skip
+    with on_device_of(x):
+        _fold[(triton.cdiv(length, rows), triton.cdiv(heads, HEADS), batch)](
+            x, y, nothing if cos is None else cos, nothing if sin is None else sin, nothing if tau is None else tau,
+            *x.stride()[:3], *y.stride()[:3], *strides_of(cos, 0, 2), *strides_of(tau, 0, 1, 2), heads, length,
+            HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS, TURN=cos is not None,
+            TAU=tau is not None, NORMALISE=normalise, BACK=back,
+        )  # fmt: skip
     return y
 
 
