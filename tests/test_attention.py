@@ -11,6 +11,8 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import layout
+from isentrope.backends import chunked, sdpa
+from tests.largest import Largest
 
 RECIPES = [
     "plain",
@@ -171,3 +173,35 @@ def test_positions_of_more_queries_than_keys_are_not_guessed():
     q, k, v = tensors(4, 3)
     with pytest.raises(ValueError, match="position_ids: expected 3 positions"):
         ise.attention(q, k, v, "rope", position_ids=torch.tensor([5, 6, 7]))
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("change", ["none", "sizes", "order"])
+def test_no_table_of_all_pairs(change, told):
+    q, k, v = tensors(2048, 2048)
+    v = v[..., :8] if change == "sizes" else v
+    k = k.mT.contiguous().mT if change == "order" else k
+    with Largest() as largest, torch.no_grad():
+        ise.attention(q, k, v, "plain", causal=True, backend="sdpa", return_lse=told)
+    assert largest.numel <= 2 * q.numel()
+
+
+@pytest.mark.parametrize("recipe", ["rope", "rerope:window=64", "rope+window:size=100", "alibi"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_chunks_keep_to_their_budget(recipe, causal, monkeypatch):
+    """Also where the first rows see most: keys ahead."""
+    monkeypatch.setattr(chunked, "SCORES", {"cpu": 1 << 19})
+    q, k, v = tensors(2048, 2048)
+    with Largest() as largest, torch.no_grad():
+        ise.attention(q, k, v, recipe, causal=causal, backend="chunked")
+    assert largest.numel <= 1 << 20
+
+
+def test_cudnn_is_given_what_pytorch_gives_it(monkeypatch):
+    monkeypatch.setattr(sdpa, "CUDNN", 91002)
+    taken = {
+        (size, chip) for size in (20, 64, 128, 192, 256) for chip in (7, 8, 9, 10) if sdpa._cudnn_takes(size, chip)
+    }
+    assert taken == {(64, 9), (128, 9), (192, 9), (256, 9), (64, 10), (128, 10)}
+    monkeypatch.setattr(sdpa, "CUDNN", 90800)
+    assert not sdpa._cudnn_takes(256, 9)

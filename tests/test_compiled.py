@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import fold
-from isentrope.backends import flex, merge
+from isentrope.backends import dense, flex, merge
 from isentrope.compiled import _compile, variant_of
 
 
@@ -43,6 +43,18 @@ def test_any_mixture_of_shapes_folds():
         tau = torch.rand(1, 1, n)
         run = variant_of(fold._fold, (x, turn[0], tau), 8, 4, False, False)
         assert torch.equal(run(x, *turn, tau, False, False), fold._fold(x, *turn, tau, False, False))
+
+
+def test_any_mixture_of_masks_and_biases_is_one_softmax():
+    for n, rows, biased, batch in product((7, 12, 33, 50), (0, 1, 2), (False, True), (2, 3)):
+        scores = [torch.randn(batch, 4, n, n)]
+        masks = [torch.rand(1 if rows == 1 else batch, 1, n, n) > 0.2 if rows else None]
+        biases = [torch.randn(1, 4, n, n) if biased else None]
+        run, rest = variant_of(dense._softmax, (*scores, *masks, *biases), 1), (0.5, torch.float32)
+        for ours, expected in zip(
+            run(scores, masks, biases, *rest), dense._softmax(scores, masks, biases, *rest), strict=True
+        ):
+            assert torch.equal(ours, expected)
 
 
 def test_a_sweep_of_lengths_takes_two_compilations():

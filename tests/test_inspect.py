@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import isentrope as ise
@@ -28,6 +26,7 @@ from isentrope.study.causal.perplexity import Text
 from isentrope.study.weights import BINS, Window
 from isentrope.theory import peak_cosine
 from tests.hf.tiny import llama, tokens
+from tests.largest import Largest
 
 RECIPES = (
     "rope",
@@ -216,18 +215,6 @@ def test_what_is_not_seen_has_no_score():
     assert found.isnan().all() and least is None and largest is None
     assert (weights.log_attention(seen, Window(0, 10, 20, 30)) == -torch.inf).all()
     assert weights.uniform(seen) == pytest.approx(sum(log(n) for n in range(1, 51)) / 50)
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tree_leaves(out) if torch.is_tensor(x)]
-        self.numel = max(self.numel, *sizes, 0)
-        return out
 
 
 @pytest.mark.parametrize("make", [lambda: gau("rerope:window=64+infoscale", num_hidden_layers=1), lambda: llama(

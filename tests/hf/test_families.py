@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 import isentrope as ise
+from isentrope.hf.layer import _with_sinks
 from tests.hf.families import FAMILIES, ROTATING, WINDOW, logits, rotary_module, snapshot, unchanged, write_scaling
 from tests.hf.tiny import TRAINED, tokens
 
@@ -79,6 +80,15 @@ def test_idle_recipe_keeps_sink_logits(length):
     with ise.extended(model, IDLE):
         error = (logits(model, ids) - exact).abs().max()
     assert error < 5 * (plain - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+def test_sink_logits_go_without_gradients_of_what_a_recipe_learns():
+    recipe = ise.Recipe.parse("ssmax:heads=4")
+    q, k, sinks = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.zeros(4)
+    with pytest.raises(ValueError, match="without gradients only"):
+        _with_sinks(q, k, k, recipe, sinks, {"causal": True})
+    with torch.no_grad():
+        assert _with_sinks(q, k, k, recipe, sinks, {"causal": True}).isfinite().all()
 
 
 # --- long inputs ----------------------------------------------------------------------------------------------------

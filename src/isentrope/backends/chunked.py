@@ -101,8 +101,9 @@ def _scores(call: Call, k: Tensor, rows: slice, columns: slice) -> Tensor:
 def _chunks(call: Call) -> Iterator[tuple[slice, slice]]:
     """Row slices, each with the slice of keys that its rows may see."""
     batch, heads, queries, _ = call.q.shape
-    low, high = call.layout.key_range(call.region, queries - 1, queries)
-    width, budget = high - low, SCORES.get(call.q.device.type, 1 << 22) / max(1, batch * heads)
+    ends = [call.layout.key_range(call.region, row, row + 1) for row in (0, queries - 1)]  # one of them sees most
+    width = max(high - low for low, high in ends)
+    budget = SCORES.get(call.q.device.type, 1 << 22) / max(1, batch * heads)
     # step rows see at most width + step keys: the largest step with step · (width + step) ≤ budget
     step = max(1, min(queries, int((sqrt(width**2 + 4 * budget) - width) / 2)))
     for first in range(0, queries, step):

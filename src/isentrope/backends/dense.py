@@ -21,7 +21,8 @@ def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
     biases = [call.bias() for call in calls]
     v = first.v.repeat_interleave(first.groups, 1)
     dtype = v.dtype if first.dropout is None else scores[0].dtype
-    weights, lse = compiled(_softmax, scores, len(calls), first.scale, dtype)(scores, masks, biases, first.scale, dtype)
+    run = compiled(_softmax, (*scores, *masks, *biases), len(calls), first.scale, dtype)
+    weights, lse = run(scores, masks, biases, first.scale, dtype)
     if first.dropout is not None:
         weights = first.dropout(weights)
     out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first

@@ -25,6 +25,7 @@ from isentrope.region import Band
 aten = torch.ops.aten
 
 MOST_HEAD_DIM = 256
+CUDNN = torch.backends.cudnn.version() or 0
 ALL = Band(0, 0, 0, 0, inf, inf)  # what is seen is in the mask
 # entries of a chunk's mask held at once, and rows of a chunk: in more of them a band leaves more to mask
 MASK_ENTRIES = 1 << 23
@@ -48,12 +49,21 @@ def refusal(calls: list[Call]) -> str | None:
 
 def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor | None]:
     call = calls[0]
-    if len(calls) == 1 and not need_lse and call.slopes is None and (call.everything or call.causal):
+    if len(calls) == 1 and not need_lse and _whole(call):
         out = F.scaled_dot_product_attention(
             call.q, call.k, call.v, is_causal=call.causal, scale=call.scale, enable_gqa=call.groups > 1
         )
         return out, None
     return merge.attend(KERNEL, calls)
+
+
+def _whole(call: Call) -> bool:
+    """Whether PyTorch's own function takes it, and has a kernel for it that makes no table of all pairs."""
+    q, k, v = call.q, call.k, call.v
+    if call.slopes is not None or not (call.everything or call.causal) or any(x.stride(-1) != 1 for x in (q, k, v)):
+        return False
+    alike = q.shape[-1] == v.shape[-1]
+    return (call.groups == 1 or (alike and q.dtype != torch.float32)) if q.is_cuda else alike
 
 
 def fused(call: Call) -> bool:
@@ -258,12 +268,19 @@ def _backward(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tenso
 def _cudnn(tile: Tile) -> bool:
     """On Hopper and later the fastest for what it knows. Keys that grow by one from call to call would have it make a
     plan for each."""
-    known = tile.bias is None and (tile.band.full or tile.band.causal) and tile.q.shape[2] > 1
-    return known and tile.q.dtype != torch.float32 and _generation(tile.q.device) >= 9
+    known = tile.bias is None and (tile.band.full or tile.band.causal) and min(tile.q.shape[2], tile.k.shape[2]) > 1
+    return known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], _generation(tile.q.device))
+
+
+def _cudnn_takes(size: int, generation: int) -> bool:
+    """Vectors of this size, as PyTorch looks at it before it calls cuDNN itself."""
+    most = 256 if generation == 9 and CUDNN >= 91000 else 128
+    return generation >= 9 and torch.version.hip is None and size % 8 == 0 and size <= most
 
 
 def _flash(tile: Tile) -> bool:
-    return tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
+    able = tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
+    return able and _generation(tile.q.device) >= 8
 
 
 def _sides(band: Band) -> dict[str, int]:

@@ -48,7 +48,7 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
 
     recipe: a `Recipe` or its text. A training length that it leaves out is taken from the model's config.
     allow_untrained: take parts that a model must be trained with (cosine scores, ALiBi, NoPE, SSMax) all the same.
-    backend: as in `isentrope.attention`.
+    backend: one of `isentrope.attention`'s for all calls, those of a prompt and those of one token.
 
     Raises ValueError, and leaves the model as it was, where the recipe or the model cannot be carried out.
     """

@@ -20,6 +20,7 @@ from isentrope.precision import readable
 from isentrope.recipe import Recipe
 from isentrope.region import CAUSAL, EVERYTHING, Region
 
+NO_GRADIENT = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
 NAME = "isentrope"  # the attention implementation, and the attribute of an attention layer that holds its `Layer`
 
 
@@ -193,8 +194,10 @@ def _with_sinks(
 ) -> Tensor:
     """Attention with one more logit in each head's softmax, which takes weight and gives nothing (GPT-OSS)."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sink_logits)):
-        raise ValueError("sink logits: a recipe carries them without gradients only; use torch.no_grad()")
+        raise ValueError(NO_GRADIENT)
     out, aux = attention(query, key, value, recipe, return_lse=True, **options)
+    if out.requires_grad:  # of what the recipe learns: the log-sum-exp has none
+        raise ValueError(NO_GRADIENT)
     kept = torch.sigmoid(aux.lse - sink_logits.to(aux.lse.dtype)[:, None])
     return out * kept[..., None].to(out.dtype)
 
