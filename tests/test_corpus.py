@@ -23,12 +23,24 @@ def test_every_kind_plain_and_compressed(tmp_path, ending, opener):
         "a.txt": "plain ½",
         "b.jsonl": LINES,
         "c.fasta": ">chr1 some words\nACGT\nAC\n\n>chr2\nGG\n>\nTT\n",
+        "d.json": '[{"id": "y", "text": "two"}, {"text": "three"}]',
+        "e.json": '{"a": 1}',
     }
     for name, content in contents.items():
         with opener(tmp_path / (name + ending), "wt", encoding="utf-8") as file:
             file.write(content)
     found = list(documents([tmp_path / (name + ending) for name in contents]))
-    assert [document.text for document in found] == ["plain ½", "one", None, "ACGTAC", "GG", "TT"]
+    assert [document.text for document in found] == [
+        "plain ½",
+        "one",
+        None,
+        "ACGTAC",
+        "GG",
+        "TT",
+        "two",
+        "three",
+        '{"a": 1}',
+    ]
     assert [document.name for document in found[1:]][:4] == ["x", f"b.jsonl{ending}:3", "chr1", "chr2"]
     assert found[2].tokens == (1, 2)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+from html import escape
 from io import StringIO
 from math import exp
 from pathlib import Path
@@ -55,7 +57,7 @@ def test_a_plan_from_the_command_line(run):
     assert abs(found["rerope:window=64"]["inside"]) < abs(found["rerope:window=16"]["inside"])
     assert found["plain"]["ratio"] == pytest.approx(1)
     assert found["plain"]["bits_per_byte"][2] > 0
-    for name in ("leaderboard.md", "leaderboard.png", "leaderboard.svg", "perplexity.png"):
+    for name in ("leaderboard.md", "leaderboard.png", "leaderboard.svg", "perplexity.png", "report.html"):
         assert (folder / "out" / "small" / name).stat().st_size
 
 
@@ -154,6 +156,65 @@ def test_retrieval_may_ask_for_some_of_the_recipes(run):
         load(folder / "some.yaml")
 
 
+def test_the_page_of_a_plan_for_a_causal_model(run):
+    folder, result = run
+    told = CliRunner().invoke(app, ["report", str(folder / "out"), "--json"])
+    assert told.exit_code == 0, told.output
+    written = json.loads(told.stdout)
+    assert [plan["name"] for plan in written["plans"]] == ["small"]
+    page = Path(written["report"]).read_text()
+    best = next(line for line in result.stdout.splitlines() if line.startswith("best: "))
+    assert page.count("data:image/svg") == 2 and "<h2" in page and "A small one" in page and escape(best) in page
+    shown = CliRunner().invoke(app, ["report", str(folder / "out" / "small")])
+    assert shown.exit_code == 0 and best in shown.stdout
+
+
+def test_other_texts_in_a_folder_do_not_count(run, tmp_path):
+    """The plan is changed, its folder is not: means are over the texts asked for, and both runs' cells stay."""
+    folder, _ = run
+    for name in "ab":
+        shutil.copy(folder / f"{name}.txt", tmp_path)
+    boards = []
+    for texts, recipes in (("a.txt", '[plain, "rerope:window=16"]'), ("b.txt", '[plain, "rerope:window=64"]')):
+        (tmp_path / "small.yaml").write_text(re.sub("recipes: .*", f"recipes: {recipes}", PLAN).replace("*.txt", texts))
+        words = ["study", "run", str(tmp_path / "small.yaml"), "--out", str(tmp_path)]
+        assert CliRunner().invoke(app, words).exit_code == 0
+        boards.append(json.loads((tmp_path / "small" / "leaderboard.json").read_text()))
+    assert all(board["texts"] == 1 and len(board["rows"]) == 2 for board in boards)
+    assert {row["texts"] for board in boards for row in board["rows"]} == {1}
+    assert len(json.loads((tmp_path / "small" / "perplexity.json").read_text())["cells"]) == 4
+    words[1] = "status"
+    assert "2 of 2 cells done, 0 failed, 0 missing" in CliRunner().invoke(app, words).stdout
+
+
+def test_nothing_is_measured_before_what_cannot_be_asked_is_refused(run, tmp_path):
+    folder, _ = run
+    (folder / "short.yaml").write_text(f"{PLAN}retrieval: {{tasks: [passkey], lengths: [64]}}\n")
+    result = CliRunner().invoke(app, ["study", "run", str(folder / "short.yaml"), "--out", str(tmp_path)])
+    one_line(result, "tokens or more for passkey, got 64")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("edges", "512", "edges: expected a list of numbers, got 512"),
+        ("edges", "[0, 128, x]", "edges: expected a list of numbers"),
+        ("edges", "[0, 128.5, 256]", "edges: expected a list of numbers"),
+        ("edges", "[0, 1, 256]", "edges: expected two tokens or more in the first bucket, got 1"),
+        ("recipes", "plain", "recipes: expected a list of words, got 'plain'"),
+        ("documents", "many", "documents: expected a whole number, got 'many'"),
+        ("retrieval", "{tasks: [passkey], lengths: 512}", "retrieval: lengths: expected a list of numbers, got 512"),
+        ("retrieval", "{tasks: [passkey], lengths: [512], examples: two}", "examples: expected a whole number"),
+    ],
+)
+def test_mistakes_in_a_plan(run, key, value, words):
+    plan = re.sub(f"^{key}: .*\n", "", PLAN, flags=re.MULTILINE) + f"{key}: {value}\n"
+    (run[0] / "wrong.yaml").write_text(plan)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load(run[0] / "wrong.yaml")
+
+
 def test_status_says_how_far_it_is(run, tmp_path):
     folder, _ = run
     words = ["study", "status", str(folder / "small.yaml"), "--out"]
@@ -215,10 +276,27 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
     assert "rerope:window=128" in str(ise.hf.observe.recipe_of(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
-    (tmp_path / "c.txt").write_text("import sys\n" * 40)
-    others = (words[0], "--data", tmp_path / "c.txt", *words[3:])
-    one_line(evaluate(*others), "holds 2 other texts; choose another folder")
     one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
+
+
+def test_a_saved_model_is_measured_under_its_own_recipe(evaluated, tmp_path):
+    folder = evaluated[0]
+    board = json.loads((folder / "out" / "shipped-llama-320" / "leaderboard.json").read_text())
+    row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    saved, text = str(folder / "saved"), str(folder / "texts")
+    asked = ["perplexity", saved, text, "--recipe", "plain", "--edges", "0,128,256,320", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    data = json.loads((tmp_path / "perplexity.json").read_text())
+    assert data["rows"][0]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+    one_line(CliRunner().invoke(app, [*asked[:4], "infoscale", *asked[5:]]), "already extended with")
+    one_line(CliRunner().invoke(app, ["calibrate", saved, text, "--length", "320"]), "already extended with")
+
+
+def test_all_columns_are_shown_in_a_narrow_terminal(evaluated, monkeypatch):
+    words = evaluated[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    result = evaluate(*words)
+    assert result.exit_code == 0 and "cost" in result.stdout and re.search(r" 1\.00 *\n", result.stdout), result.stdout
 
 
 @pytest.mark.parametrize(
@@ -233,6 +311,7 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
         ({"--recipe": "rerop:window=8"}, "did you mean 'rerope'"),
         ({"--recipe": "cosine:alpha=4"}, "was not trained with cosine"),
         ({"--documents": "0"}, "documents: expected 1 or more"),
+        ({"--device": "cpuu"}, "device: expected one that is there"),
         ({"--save": "."}, "save: expected a folder that is not there yet"),
         ({"--positions": "3"}, "--positions: not for a model of type llama"),
     ],
@@ -299,10 +378,10 @@ def test_the_verdict(tmp_path):
         "model": {"name": "m"},
         "train_length": 16,
         "config": {"edges": [0, 16, 32]},
-        "texts": [{}, {}],
+        "texts": [{"sha256": "a"}, {"sha256": "b"}],
         "rows": [{"recipe": r, "texts": 2 - (r == "few"), "perplexity": [4.0, x]} for r, x in last.items()],
         "inside": [{"recipe": r, "percent": cost.get(r, 0.1)} for r in last if r != "plain"],
-        "cells": [{"recipe": r, "seconds": 1.0} for r in last],
+        "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
     }
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
     assert leaderboard.best(tmp_path, last) == "sink:size=8"

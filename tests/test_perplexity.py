@@ -142,6 +142,7 @@ def test_texts_that_are_too_short(tmp_path):
 
 def test_intervals_of_one_text_are_its_value():
     data = {"config": {"edges": [0, 11], "seed": 0}, "cells": [{"recipe": "plain", "text": "a", "loss": [20.0]}]}
+    data["texts"] = [{"sha256": "a"}]
     row = summary(data)["rows"][0]
     assert row["low"] == row["perplexity"] == row["high"] == [pytest.approx(exp(2))]
 

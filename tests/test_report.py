@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.report import grid, page, words
+from isentrope.report import grid, page, pieces, words
 from isentrope.report.claims import judge, said
 from isentrope.report.curves import curves
 from isentrope.report.numbers import number
@@ -479,7 +479,7 @@ def test_the_page_is_wellformed_and_fetches_nothing(made: Path) -> None:
 
 def test_heavy_figures_are_shown_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study(tmp_path)
-    monkeypatch.setattr(page, "HEAVY", 10)
+    monkeypatch.setattr(pieces, "HEAVY", 10)
     text = page.page(tmp_path).read_text(encoding="utf-8")
     assert text.count("data:image/png") == 2 and "ACC against length" in text
 
@@ -546,7 +546,7 @@ def change(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: (folder / "plan.json").unlink(), "expected plan.json in it or in its subfolders"),
+        (lambda folder: (folder / "plan.json").unlink(), "expected plan.json or decoder.json in it or in its sub"),
         (lambda folder: (folder / "plan.json").write_text("{"), r"plan.json: expected JSON"),
         (lambda folder: (folder / "plan.json").write_text("[]"), r"expected 'name', a str"),
         (break_line, r"results.jsonl, line 3: expected JSON"),

@@ -22,7 +22,7 @@ from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import retrieval as report
 from isentrope.study.causal import retrieval
 from isentrope.study.causal.perplexity import under
-from isentrope.study.causal.retrieval import Config, Prompt, Prompts, forced, generated, run, wilson
+from isentrope.study.causal.retrieval import Config, Prompt, Prompts, failures, forced, generated, run, wilson
 from tests.hf.tiny import llama
 
 FILLED = Haystack.of()
@@ -269,9 +269,9 @@ def test_hits_and_shares(kept, letters, tmp_path):
 
     model.generate = says
     config = Config(("plain",), ("needle", "multivalue"), (800,), (0, 100), 2)
-    results, failed = run(model, "oracle", Prompts.of(letters), FILLED, config, tmp_path)
+    results = run(model, "oracle", Prompts.of(letters), FILLED, config, tmp_path)
     rows = {row["task"]: row for row in json.loads(results.read_text())["rows"]}
-    assert failed == 0
+    assert failures(results, config) == []
     assert rows["needle"]["hits"] == (4 if kept else 0) and rows["needle"]["count"] == 4
     assert rows["needle"]["share"] == (1 if kept else 0)
     assert rows["multivalue"]["hits"] == (2 if kept == VALUES else 0)
@@ -293,9 +293,9 @@ def test_wilson(hits, count, low, high):
 def test_what_is_kept_of_a_cell(letters, tmp_path):
     model = tiny(letters)
     before = [x.clone() for x in model.parameters()]
-    results, failed = run(model, "tiny", Prompts.of(letters), FILLED, small(lengths=(600,)), tmp_path)
+    results = run(model, "tiny", Prompts.of(letters), FILLED, small(lengths=(600,)), tmp_path)
     data = json.loads(results.read_text())
-    assert failed == 0 and len(data["cells"]) == 2 * (2 + 1) and len(data["rows"]) == 4
+    assert not failures(results, small(lengths=(600,))) and len(data["cells"]) == 2 * (2 + 1) and len(data["rows"]) == 4
     for cell in data["cells"]:
         assert cell["count"] == len(cell["examples"]) == 2 and cell["failed"] is None
         assert cell["length"] - 25 <= cell["tokens"][0] <= cell["tokens"][1] <= cell["length"]
@@ -322,7 +322,7 @@ def test_an_interrupted_run_goes_on(letters, tmp_path, monkeypatch):
     monkeypatch.setattr(retrieval, "_cell", counted)
 
     def measured(config, out=tmp_path):
-        return json.loads(run(tiny(letters), "tiny", Prompts.of(letters), FILLED, config, out)[0].read_text())
+        return json.loads(run(tiny(letters), "tiny", Prompts.of(letters), FILLED, config, out).read_text())
 
     config = small(score="forced")
     with pytest.raises(KeyboardInterrupt):
@@ -367,27 +367,31 @@ def test_a_cell_that_fails_is_told_and_tried_again(letters, tmp_path, monkeypatc
         return real(model, prompt)
 
     monkeypatch.setattr(retrieval, "forced", tight)
-    results, failed = run(model, "tiny", Prompts.of(letters), FILLED, small(score="forced"), tmp_path)
+    results = run(model, "tiny", Prompts.of(letters), FILLED, small(score="forced"), tmp_path)
     data = json.loads(results.read_text())
     wrong = [cell for cell in data["cells"] if cell["failed"]]
-    assert failed == len(wrong) == 3 and {cell["failed"] for cell in wrong} == {"out of memory: no room"}
+    lost = failures(results, small(score="forced"))
+    assert len(lost) == len(wrong) == 3 and all(words.endswith(": out of memory: no room") for words in lost)
+    assert {cell["failed"] for cell in wrong} == {"out of memory: no room"}
     assert {(cell["recipe"], cell["length"]) for cell in wrong} == {(RECIPES[1], 700)}
     assert all(cell["likeliest"] is None and cell["count"] == 0 for cell in wrong) and len(data["cells"]) == 12
     assert any("failed" in str(column._cells) for column in report.table(results).columns)
     assert report.heatmaps(results)
     monkeypatch.setattr(retrieval, "forced", real)
-    assert run(model, "tiny", Prompts.of(letters), FILLED, small(score="forced"), tmp_path)[1] == 0
+    run(model, "tiny", Prompts.of(letters), FILLED, small(score="forced"), tmp_path)
+    assert failures(results, small(score="forced")) == []
 
 
 def test_numbers_that_are_none_and_positions_that_end(letters, tmp_path):
     config = Config(("plain",), ("passkey",), (400,), (50,), 1, score="forced")
     model = tiny(letters)
     model.lm_head.weight = torch.nn.Parameter(torch.full_like(model.lm_head.weight, torch.nan))
-    assert run(model, "tiny", Prompts.of(letters), FILLED, config, tmp_path / "nan")[1] == 1
+    results = run(model, "tiny", Prompts.of(letters), FILLED, config, tmp_path / "nan")
+    assert len(failures(results, config)) == 1
     sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     ended = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), bos_token_id=None, eos_token_id=None, **sizes))
-    results, failed = run(ended, "tiny", Prompts.of(letters), FILLED, config, tmp_path / "end")
-    assert failed == 1 and "index" in json.loads(results.read_text())["cells"][0]["failed"]
+    results = run(ended, "tiny", Prompts.of(letters), FILLED, config, tmp_path / "end")
+    assert len(failures(results, config)) == 1 and "index" in json.loads(results.read_text())["cells"][0]["failed"]
 
 
 @pytest.mark.parametrize(

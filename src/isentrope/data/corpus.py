@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 logger = logging.getLogger("isentrope")
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+PACKED = (*COMPRESSED, ".parquet")  # text that does not look like it
 # SymPy 1.14.0: names and bytes of every module over SHORTEST characters that is not a test
 SYMPY_SHA256 = "c7a51730a4e3839a3b3e9848a5956abcdae2d3b2d346312bd81afb26adfc4ffb"
 SHORTEST = 4096
@@ -100,7 +101,7 @@ def _reader(path: Path) -> Callable[[Path, str], Iterator[Found]]:
     kind = suffixes[-1] if suffixes else ""
     if kind in (".fasta", ".fa", ".fna"):
         return _fasta
-    return {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _whole)
+    return {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}.get(kind, _whole)
 
 
 def _open(path: Path) -> TextIO:
@@ -132,6 +133,18 @@ def _json_lines(path: Path, column: str) -> Iterator[Found]:
             yield CorpusError(f"{path}:{number}: expected a JSON object a line, got {error}")
             continue
         yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
+
+
+def _json(path: Path, column: str) -> Iterator[Found]:
+    """A list of objects as if each had a line of its own; any other JSON is a text like others."""
+    with _open(path) as file:
+        text = file.read()
+    data = json.loads(text)
+    if isinstance(data, list) and data and all(isinstance(each, dict) for each in data):
+        for number, each in enumerate(data, 1):
+            yield record(each, f"{path.name}:{number}", f"{path}:{number}", column)
+    else:
+        yield Document(path.name, text=text)
 
 
 def _parquet(path: Path, column: str) -> Iterator[Found]:

@@ -84,12 +84,15 @@ class Source:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """The files of a folder and the folders in it, hidden ones left out, or those of a glob, by name."""
+        """The files of a folder and the folders in it, or those of a glob, by name.
+
+        Of a folder, hidden files are left out, and with a warning what is no text, such as pictures beside it.
+        """
         whole = Path(self.word)
         if whole.is_file():
             return [whole]
         if whole.is_dir():
-            found = [path for path in whole.rglob("*") if not _hidden(path.relative_to(whole))]
+            found = [path for path in whole.rglob("*") if not _hidden(path.relative_to(whole)) and not _binary(path)]
         else:
             found = [Path(path) for path in glob.glob(self.word, recursive=True)]
         files = sorted(path for path in found if path.is_file())
@@ -147,6 +150,17 @@ class Source:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
+
+
+def _binary(path: Path) -> bool:
+    """Whether a file is of no kind that is known, and has a zero among its first bytes, as text does not."""
+    if not path.is_file() or path.suffix in corpus.PACKED:
+        return False
+    with path.open("rb") as file:
+        binary = b"\0" in file.read(4096)
+    if binary:
+        logger.warning("left out %s: it is no text", path)
+    return binary
 
 
 def _sha256(path: Path) -> str:

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from isentrope.files import complete
 from isentrope.report.figures import COLOURS, GREY, INK, RC, save
-from isentrope.report.tables import DEGRADED, STYLE, thousands
+from isentrope.report.tables import DEGRADED, STYLE, named, thousands
 
+CAPTION = f"By perplexity in the last bucket; inside: change inside the training length, too much above {DEGRADED} %."
 RED = "#B2182B"
 WIDEST = 10  # per cent: how far bars of the figure go
 
@@ -35,7 +36,9 @@ def rank(folder: Path) -> dict[str, Any]:
     plain = next((row for row in data["rows"] if row["recipe"] == "plain"), None)
     within = [i for i, edge in enumerate(edges[1:]) if trained is not None and edge <= trained]
     own = plain["perplexity"][within[-1]] if plain and within else None
-    seconds = {recipe: [c["seconds"] for c in data["cells"] if c["recipe"] == recipe] for recipe in _recipes(data)}
+    texts = {text["sha256"] for text in data["texts"]}  # a folder may hold cells of others, from before
+    timed = [cell for cell in data["cells"] if cell["text"] in texts]
+    seconds = {row["recipe"]: [c["seconds"] for c in timed if c["recipe"] == row["recipe"]] for row in data["rows"]}
     mean = {recipe: sum(values) / len(values) for recipe, values in seconds.items()}
     rows = []
     for row in data["rows"]:
@@ -114,7 +117,7 @@ def write(folder: Path) -> list[Path]:
     """leaderboard.json, .md, .png and .svg beside the results."""
     board = rank(folder)
     paths = [folder / "leaderboard.json", folder / "leaderboard.md"]
-    heads, rows = _cells(board)
+    heads, rows = cells(board)
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
     for path, text in zip(paths, (json.dumps(board, indent=1, ensure_ascii=False), _markdown(lines)), strict=True):
         with complete(path) as partial:
@@ -126,9 +129,8 @@ def write(folder: Path) -> list[Path]:
 
 def table(folder: Path) -> Table:
     board = rank(folder)
-    heads, rows = _cells(board)
-    caption = f"By perplexity in the last bucket; inside: change inside the training length, red above {DEGRADED} %."
-    shown = Table(title=f"Recipes: {board['model']['name']}", caption=caption, **STYLE)
+    heads, rows = cells(board)
+    shown = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **STYLE)
     shown.add_column(heads[0], overflow="fold", min_width=16)
     for head in heads[1:]:
         shown.add_column(head, justify="right")
@@ -150,11 +152,7 @@ def _retrieved(path: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def _recipes(data: dict[str, Any]) -> list[str]:
-    return [row["recipe"] for row in data["rows"]]
-
-
-def _cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table in words; columns that nobody has a number for are left out."""
     asked = list(dict.fromkeys(name for row in board["rows"] for name in row["retrieval"]))
     columns: list[tuple[str, Any]] = [
@@ -168,13 +166,8 @@ def _cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     columns += [(name, lambda row, name=name: _share(row["retrieval"].get(name))) for name in asked]
     columns = [(head, cell) for head, cell in columns if any(cell(row) is not None for row in board["rows"])]
-    rows = [[_named(row, board), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
+    rows = [[named(row, board["texts"]), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
     return ["recipe", *(head for head, _ in columns)], rows
-
-
-def _named(row: dict[str, Any], board: dict[str, Any]) -> str:
-    few = row["texts"] < board["texts"]
-    return f"{row['recipe']} ({row['texts']} of {board['texts']} texts)" if few else row["recipe"]
 
 
 def _markdown(lines: list[list[str]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from html import escape
@@ -11,25 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.files import complete
-from isentrope.report import chart, words
+from isentrope.report import chart, recipes, words
 from isentrope.report.claims import FAILS, HOLDS, OPEN, Verdict, judge, said
 from isentrope.report.grid import ABSENT, FAILED, Entry, Sheet, sheet, write
 from isentrope.report.numbers import PPL_CAP, number
+from isentrope.report.pieces import KINDS, figure, fold, plain
 from isentrope.report.published import CAPTION, UNSHOWN, beside
 from isentrope.report.study import LOWER_IS_BETTER, METRICS, PROTOCOLS, Grid, Plan, Row, read
 
 SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), OPEN: ("○", "open")}
 MANY = 8  # claims that are shown one after another
-HEAVY = 2 << 20  # bytes of an SVG above which the PNG beside it is shown
-KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 # nothing is fetched, and a browser would refuse to
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def report(folder: Path, cap: bool = False) -> dict[str, Any]:
     """Write the page and every plan's tables; returns their paths and the verdicts, as JSON has them."""
-    plans = read(folder)
-    told = [
+    plans, compared = found(folder)
+    told: list[dict[str, Any]] = [
         {
             "name": plan.name,
             "files": [str(path) for path in write(plan.folder, cap)],
@@ -37,30 +35,42 @@ def report(folder: Path, cap: bool = False) -> dict[str, Any]:
         }
         for plan in plans
     ]
+    told += [
+        {"name": each.name, "files": [str(path) for path in recipes.write(each)], "claims": []} for each in compared
+    ]
     return {"report": str(page(folder, cap)), "plans": told}
+
+
+def found(folder: Path) -> tuple[list[Plan], list[Path]]:
+    """The plan in a folder or those in its subfolders, and the folders of those that compare recipes."""
+    compared = recipes.folders(folder)
+    return read(folder, needed=not compared), compared
 
 
 def page(folder: Path, cap: bool = False) -> Path:
     """Write `report.html` of the plan in a folder, or of those in its subfolders."""
-    text = html(read(folder), cap)
+    text = html(*found(folder), cap)
     path = folder / "report.html"
     with complete(path) as file:
         file.write_text(text, encoding="utf-8", newline="\n")
     return path
 
 
-def html(plans: list[Plan], cap: bool = False) -> str:
+def html(plans: list[Plan], compared: list[Path], cap: bool = False) -> str:
     """The page of these plans."""
     here = Path(__file__)
     style, script = (here.with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     question = "Which method holds at which length"
-    title = f"{plans[0].title} · isentrope" if len(plans) == 1 else question
+    titles = [plan.title for plan in plans] + [recipes.title(each) for each in compared]
+    title = f"{titles[0]} · isentrope" if len(titles) == 1 else question
     grids = [grid for plan in plans for grid in plan.grids]
     sections = [_section(grid, f"{_slug(grid.plan.name)}-{i}", cap) for i, grid in enumerate(grids)]
+    sections += [recipes.section(each, f"recipes-{i}") for i, each in enumerate(compared)]
     contents = ""
-    if len(grids) > 1:
-        contents = '<nav aria-label="Contents"><ul>' + "".join(_entry(grid, i) for i, grid in enumerate(grids))
-        contents += "</ul></nav>"
+    if len(sections) > 1:
+        entries = [_entry(grid, i) for i, grid in enumerate(grids)]
+        entries += [f'<li><a href="#recipes-{i}">{escape(recipes.title(x))}</a></li>' for i, x in enumerate(compared)]
+        contents = f'<nav aria-label="Contents"><ul>{"".join(entries)}</ul></nav>'
     opening = ""
     if len(plans) > 1:
         tally = words.tally([verdict for plan in plans for verdict in judge(plan.grids[0])])
@@ -207,25 +217,12 @@ def _beside(view: Sheet, own: bool, cap: bool) -> str:
     parts = [f"<h3>Beside the paper</h3><p>{escape(told or f'The numbers of its {found.table.label}.')}</p>"]
     drawn = {suffix: path for suffix in KINDS if (path := plan.folder / f"beside{suffix}").is_file()}
     if own and drawn:
-        parts.append(_figure(drawn, CAPTION))
+        parts.append(figure(drawn, CAPTION))
     for metric in reversed(plan.metrics):
         tables = [found.numbers(metric, view.labels, cap), found.counts(metric)]
-        shown = "".join(_plain(rows, f"{METRICS[metric]} beside the paper") for rows in tables if rows)
+        shown = "".join(plain(rows, f"{METRICS[metric]} beside the paper") for rows in tables if rows)
         parts.append(f"<details><summary>{METRICS[metric]}: the paper’s and ours</summary>{shown}</details>")
     return "".join(parts)
-
-
-def _plain(rows: list[list[str]], name: str) -> str:
-    """A table that is only read; its first line has the headings."""
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in rows[0])
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for first, *cells in rows[1:]
-    )
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table class="plain">'
-        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _figures(plan: Plan) -> str:
@@ -240,20 +237,8 @@ def _figures(plan: Plan) -> str:
     for stem, paths in found.items():
         names = [f"{stem}.svg", f"{stem}.png", stem]
         caption = next((captions[name] for name in names if name in captions), re.sub(r"[-_]+", " ", stem))
-        shown.append(_figure(paths, caption))
+        shown.append(figure(paths, caption))
     return f'<h3>Figures</h3><div class="figures">{"".join(shown)}</div>' if shown else ""
-
-
-def _figure(paths: dict[str, Path], caption: str) -> str:
-    """One of a figure's files by suffix: the SVG, or the PNG where that is heavy."""
-    path = paths.get(".svg") or paths[".png"]
-    if ".png" in paths and path.stat().st_size > HEAVY:
-        path = paths[".png"]
-    data, words = base64.b64encode(path.read_bytes()).decode(), escape(caption)
-    return (
-        f'<figure><img src="data:{KINDS[path.suffix]};base64,{data}" alt="{words}">'
-        f"<figcaption>{words}</figcaption></figure>"
-    )
 
 
 def _captions(folder: Path) -> dict[str, str]:
@@ -286,8 +271,8 @@ def _training(plan: Plan) -> str:
         ]
         rows.append([name, *cells])
     label = "<figcaption>Training loss (nats a masked token) against step.</figcaption>"
-    figure = f"<figure class=losses>{drawn}{label}</figure>" if drawn else ""
-    return f"<h3>Training</h3>{figure}{_plain(rows, 'Checkpoints')}"
+    curves = f"<figure class=losses>{drawn}{label}</figure>" if drawn else ""
+    return f"<h3>Training</h3>{curves}{plain(rows, 'Checkpoints')}"
 
 
 def _provenance(plan: Plan) -> str:
@@ -295,23 +280,10 @@ def _provenance(plan: Plan) -> str:
     told = plan.told
     rows = {Row(str(row["method"]), str(row["variant"])).label: row.get("recipe", "") for row in told["rows"]}
     settings = {key: told.get(key) for key in ("name", "protocol", "positions", "train_length", "lengths", "layout")}
-    folds = [_fold("Run", told.get("run")), _fold("Corpus", told.get("data")), _fold("Plan", settings | {"rows": rows})]
+    folds = [fold("Run", told.get("run")), fold("Corpus", told.get("data")), fold("Plan", settings | {"rows": rows})]
     for name, checkpoint in (told.get("checkpoints") or {}).items():
-        folds.append(_fold(f"Checkpoint {name}", checkpoint.get("config")))
+        folds.append(fold(f"Checkpoint {name}", checkpoint.get("config")))
     return f"<h3>Configuration and provenance</h3>{''.join(folds)}"
-
-
-def _fold(title: str, content: Any) -> str:
-    return f"<details><summary>{escape(title)}</summary>{_tree(content)}</details>" if content else ""
-
-
-def _tree(content: Any) -> str:
-    if isinstance(content, dict):
-        pairs = "".join(f"<dt>{escape(str(key))}</dt><dd>{_tree(value)}</dd>" for key, value in content.items())
-        return f"<dl>{pairs}</dl>"
-    if isinstance(content, list):
-        return ", ".join(_tree(value) for value in content)
-    return escape("none" if content is None else str(content))
 
 
 def _protocol(grid: Grid) -> str:

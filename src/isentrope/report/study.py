@@ -189,14 +189,14 @@ def failure(cell: Cell) -> str | None:
     return None
 
 
-def read(folder: Path) -> list[Plan]:
+def read(folder: Path, needed: bool = True) -> list[Plan]:
     """The plan that lies in a folder, or those in its subfolders, by name."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder that isentrope study run wrote, got no folder")
     here = [folder] if (folder / "plan.json").is_file() else []
     found = here or sorted(path.parent for path in folder.glob("*/plan.json"))
-    if not found:
-        raise ValueError(f"{folder}: expected plan.json in it or in its subfolders, got none")
+    if needed and not found:
+        raise ValueError(f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none")
     return [_plan(path) for path in found]
 
 

@@ -74,7 +74,7 @@ def perplexity(results: Path) -> Table:
     """One row for each recipe of `perplexity.json`, one column for each bucket of positions."""
     data = json.loads(results.read_text(encoding="utf-8"))
     edges = data["config"]["edges"]
-    texts = max(row["texts"] for row in data["rows"])
+    texts = len(data["texts"])
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
     table = Table(
         title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
@@ -87,14 +87,20 @@ def perplexity(results: Path) -> Table:
         table.add_column(f"{thousands(low)}–{thousands(high)}", justify="right")
     if inside:
         table.add_column("inside", justify="right")
-    best = [min(values) for values in zip(*(row["perplexity"] for row in data["rows"]), strict=True)]
+    whole = [row["perplexity"] for row in data["rows"] if row["texts"] == texts]  # others are means over other texts
+    best = [min(values) for values in zip(*whole, strict=True)] or [None] * (len(edges) - 1)
     for row in data["rows"]:
         pairs = zip(row["perplexity"], best, strict=True)
         cells = [perplexity_cell(x, bold=x == least) for x, least in pairs]
         if inside:
             cells.append(_inside(inside.get(row["recipe"])))
-        table.add_row(row["recipe"], *cells)
+        table.add_row(named(row, texts), *cells)
     return table
+
+
+def named(row: dict[str, Any], texts: int) -> str:
+    """A recipe, with how many of the texts it was measured on where those are not all."""
+    return row["recipe"] if row["texts"] == texts else f"{row['recipe']} ({row['texts']} of {texts} texts)"
 
 
 def _inside(percent: float | None) -> str:

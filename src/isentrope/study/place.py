@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from isentrope.files import complete
-from isentrope.hf.extend import extend
+from isentrope.hf.extend import extend, load
+from isentrope.hf.layer import NAME
 from isentrope.models import GAUAlphaConfig
 from isentrope.recipe import Recipe
 
@@ -21,6 +24,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 def place(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
     """The device and dtype meant: a GPU where there is one, and bfloat16 there."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"device: expected one that is there, such as cpu, got {device!r}: {why}") from None
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected {', '.join(DTYPES)} or auto, got {dtype!r}")
@@ -29,7 +37,9 @@ def place(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
 
 def check_model(name: str) -> str:
     """A folder that is there, or what may be a name on the hub."""
-    if not Path(name).expanduser().is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
     return name
 
@@ -60,6 +70,22 @@ def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig 
     return AutoConfig.from_pretrained(model, **options)
 
 
+def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrainedModel:
+    """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
+    name = check_model(name)
+    if gguf_file is None:
+        saved = PreTrainedConfig.get_config_dict(name)[0].get(NAME)
+        model: Any = (load if saved else AutoModelForCausalLM.from_pretrained)(name, dtype=dtype)
+        return model
+    # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
+    unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
+    options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+    return model
+
+
 def check_tokens(folder: Path, tokenizer: Any) -> None:
     """Make sure that a model's tokens are those of a corpus: with others it would answer, and mean nothing."""
     if (folder / "tokenizer.json").is_file():
@@ -72,16 +98,21 @@ def check_tokens(folder: Path, tokenizer: Any) -> None:
 
 
 def check_free(folder: Path | None) -> None:
-    if folder is not None and folder.exists():
+    """That a model can be saved there, before it is measured for hours."""
+    if folder is None:
+        return
+    if folder.exists():
         raise ValueError(f"save: expected a folder that is not there yet, got {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder.parent, os.W_OK):
+        raise ValueError(f"save: expected a place that can be written to, got {folder.parent}")
 
 
 def save_extended(name: str, recipe: Recipe | str, folder: Path, gguf_file: str | None = None) -> Path:
     """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it."""
     check_free(folder)
+    model, name = causal_model(name, "auto", gguf_file), check_model(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **options)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with complete(folder) as partial:
         extend(model, recipe).save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}

@@ -23,6 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from isentrope.files import complete
+from isentrope.hf.observe import recipe_of
 from isentrope.hf.plan import train_length
 from isentrope.hf.probe import probe
 from isentrope.recipe import Recipe
@@ -142,6 +143,8 @@ def calibrate(
 
     out: a folder for calibrate.json and recipe.txt. What an earlier run of the same has left there is kept.
     """
+    if (own := recipe_of(model)) != Recipe():
+        raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
     model.eval()
     return _Calibration(model, texts, config, out, name, say).run()
 

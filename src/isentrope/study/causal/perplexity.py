@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.files import complete
@@ -28,7 +28,7 @@ from isentrope.hf.extend import extended
 from isentrope.hf.plan import train_length
 from isentrope.precision import wide
 from isentrope.recipe import Recipe
-from isentrope.study.place import check_model, place
+from isentrope.study.place import causal_model, check_model, place
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
@@ -56,8 +56,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_recipes(self.recipes)
-        if len(self.edges) < 2 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
+        whole = all(type(edge) is int for edge in self.edges)
+        if not whole or len(self.edges) < 2 or self.edges[0] != 0 or any(a >= b for a, b in pairwise(self.edges)):
             raise ValueError(f"edges: expected increasing positions from 0 on, got {list(self.edges)}")
+        if self.edges[1] < 2:
+            raise ValueError(f"edges: expected two tokens or more in the first bucket, got {self.edges[1]}")
 
     @classmethod
     def read(cls, recipes: Sequence[str], edges: str) -> Config:
@@ -84,10 +87,9 @@ class Text:
 
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
-    """A causal model from a folder or the hub."""
+    """A causal model from a folder or the hub, where it is to be and in the dtype it is to have."""
     device, narrow = place(device, dtype)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(check_model(name), dtype=narrow, **options)
+    model: Any = causal_model(name, narrow, gguf_file)
     return model.to(device)
 
 
@@ -123,7 +125,10 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
         raise ValueError(f"documents: expected 1 or more, got {most}")
     tokenizer: Any = None
     texts: list[Text] = []
+    sizes: list[tuple[int, str]] = []
     for document in documents(paths):
+        whole = document.text if document.tokens is None else document.tokens
+        sizes.append((len(whole or ()), "characters" if document.tokens is None else "tokens"))
         tokens, ends = document.tokens, None
         if tokens is None:
             if document.text is None or 4 * len(document.text) < length:  # a token has a byte or more
@@ -137,6 +142,10 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
             texts.append(Text(document.name, document.sha256, tokens[:length], ends))
         if len(texts) == most:
             break
+    if not texts:
+        size, unit = max(sizes, default=(0, "characters"))
+        got = f"none: the longest of {len(sizes)} has {size} {unit}"
+        raise ValueError(f"texts: expected documents of {length} tokens or more, got {got}")
     return texts
 
 
@@ -157,8 +166,8 @@ def _ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config, out: Path) -> Path:
     """Measure every recipe on every text and write `perplexity.json` into the folder `out`.
 
-    A cell (recipe × text) that the file already holds is not measured again, and stays there. One that fails is told in
-    `failed` there, the others go on, and another run tries it again.
+    A cell (recipe × text) that the file already holds is not measured again, and stays there; means are over the texts
+    asked for now. One that fails is told in `failed` there, the others go on, and another run tries it again.
     """
     check_texts(texts, config.length)
     results = out / "perplexity.json"
@@ -265,19 +274,26 @@ def summary(data: dict[str, Any]) -> dict[str, Any]:
     edges, seed = data["config"]["edges"], data["config"]["seed"]
     counts = np.array([b - max(a, 1) for a, b in pairwise(edges)])
     losses: dict[str, dict[str, Any]] = {}
-    for cell in data["cells"]:
+    cells = asked(data)
+    for cell in cells:
         losses.setdefault(cell["recipe"], {})[cell["text"]] = np.array(cell["loss"]) / counts
     rows = []
     for recipe, found in losses.items():
         mean, low, high = interval(np.array(list(found.values())), seed)
         ppl = {"perplexity": perplexities(mean), "low": perplexities(low), "high": perplexities(high)}
-        bits = _bits_per_byte([cell for cell in data["cells"] if cell["recipe"] == recipe])
+        bits = _bits_per_byte([cell for cell in cells if cell["recipe"] == recipe])
         rows.append({"recipe": recipe, "texts": len(found), **ppl, "bits_per_byte": bits})
     paired = [_change(losses, *pair, seed) for pair in _without_temperature(list(losses))]
     short = counts * [b <= (data.get("train_length") or 0) for b in edges[1:]]
     others = [recipe for recipe in losses if recipe != PLAIN] if short.any() and PLAIN in losses else []
     inside = [_change(losses, recipe, PLAIN, seed, short / short.sum()) for recipe in others]
     return data | {"rows": rows, "paired": [*filter(None, paired)], "inside": [*filter(None, inside)]}
+
+
+def asked(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells of the texts that the results are about: a folder may hold others from before."""
+    texts = {text["sha256"] for text in data["texts"]}
+    return [cell for cell in data["cells"] if cell["text"] in texts]
 
 
 def _change(
@@ -321,7 +337,7 @@ def perplexities(losses: Any) -> list[float]:
 
 
 def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Cells of an earlier run of the same model, buckets and seed, whose recipes and texts are taken into `head`."""
+    """Cells of an earlier run of the same model, buckets and seed, whose recipes are taken into `head`."""
     if not results.exists():
         return {}
     data = json.loads(results.read_text(encoding="utf-8"))
@@ -331,7 +347,6 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
     if not same:
         raise ValueError(f"{results}: holds another model or other buckets; choose another folder")
     head["config"]["recipes"] = list(dict.fromkeys((*data["config"]["recipes"], *head["config"]["recipes"])))
-    head["texts"] = data["texts"] + [text for text in head["texts"] if text not in data["texts"]]
     return {(cell["recipe"], cell["text"]): cell for cell in data["cells"]}
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
+from glob import glob, has_magic
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,7 @@ RETRIEVAL = ("tasks", "lengths", "depths", "examples", "seed", "score", "text", 
 class Plan:
     """decoder: which model, and how it is loaded. haystack: files to hide needles in; none for plain sentences.
 
-    usual: the recipes are those of `usual`, of which a model need not take all. alone: results with texts that are not
-    the plan's are refused.
+    usual: the recipes are those of `usual`, of which a model need not take all.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Plan:
     retrieval: retrieval.Config | None
     haystack: tuple[Path, ...]
     usual: bool = False
-    alone: bool = False
 
 
 def load(path: Path) -> Plan | None:
@@ -64,22 +62,25 @@ def load(path: Path) -> Plan | None:
     where = f"plan {path.stem}"
     _check_keys(where, data, KEYS, ("decoder", "texts", "edges", "recipes"))
     _check_keys(f"{where}: decoder", data["decoder"], DECODER, ("model",))
-    recipes = tuple(map(str, data["recipes"]))
+    recipes = _listed(where, data, "recipes", str)
     asked: retrieval.Config | None = None
     haystack: tuple[Path, ...] = ()
     if (wanted := data.get("retrieval")) is not None:
         _check_keys(f"{where}: retrieval", wanted, RETRIEVAL, ("tasks", "lengths"))
         options = {"recipes": recipes} | {key: value for key, value in wanted.items() if key != "text"}
-        options |= {key: tuple(options[key]) for key in ("recipes", "tasks", "lengths", "depths") if key in options}
+        kinds = {"recipes": str, "tasks": str, "lengths": int, "depths": (int, float)}
+        options |= {key: _listed(f"{where}: retrieval", wanted, key, kinds[key]) for key in kinds if key in wanted}
+        options |= {key: _whole(f"{where}: retrieval", wanted, key) for key in ("examples", "seed") if key in wanted}
         if others := [recipe for recipe in options["recipes"] if recipe not in recipes]:
             raise ValueError(f"{where}: retrieval: recipes: expected some of the plan's, got {others[0]!r}")
         asked, haystack = retrieval.Config(**options), _files(wanted.get("text", []), path.parent)
-    config = perplexity.Config(recipes, tuple(data["edges"]))
+    config = perplexity.Config(recipes, _listed(where, data, "edges", int))
     texts = _files(data["texts"], path.parent)
     title = str(data.get("title", path.stem))
     model = _filled(str(data["decoder"]["model"]))
     decoder = data["decoder"] | {"model": str(beside) if (beside := path.parent / model).is_dir() else model}
-    return Plan(path.stem, title, decoder, texts, int(data.get("documents", 8)), config, asked, haystack)
+    documents = _whole(where, data, "documents") if "documents" in data else 8
+    return Plan(path.stem, title, decoder, texts, documents, config, asked, haystack)
 
 
 def single(
@@ -108,13 +109,12 @@ def single(
         name=name,
         title=f"{where.name} at {tokens} tokens",
         decoder={"model": str(where)} | {key: value for key, value in loading.items() if value is not None},
-        texts=tuple(path for word in data for path in _texts(word)),
+        texts=tuple(path for word in data for path in texts_of(word)),
         documents=documents,
         perplexity=perplexity.Config(asked, _edges(trained, tokens)),
         retrieval=retrieval.Config(asked, ("passkey",), (tokens,), (0, 50, 100)) if passkeys else None,
         haystack=(),
         usual=not recipes,
-        alone=True,
     )
 
 
@@ -129,6 +129,7 @@ def usual(trained: int, length: int) -> tuple[str, ...]:
         f"rerope:window={half}",
         f"rerope:window={half}+infoscale",
         f"selfextend:window={half},group={group}",
+        f"selfextend:window={half},group={group}+infoscale",
         f"sink:sinks=4,size={max(1, trained - 4)}",
         f"rerope:window={most}+lambda:sinks=5,window={most}",
     )
@@ -155,35 +156,39 @@ def _edges(trained: int, length: int) -> tuple[int, ...]:
     return tuple(sorted({0, trained // 2, trained, *doubled, length}))
 
 
-def _texts(word: str) -> list[Path]:
+def texts_of(word: str) -> list[Path]:
     if (Path(word) / MANIFEST).is_file():
         raise ValueError(f"data: expected text for a causal model, got {word}, prepared for GAU-α")
-    if not Path(word).exists() and Source(word).kind != "files":
+    if not Path(word).exists() and not has_magic(word):
         raise ValueError(f"data: expected a file, a folder or a glob, got {word!r}")
     return Source(word).paths
 
 
 def run(plan: Plan, out: Path, say: Callable[[str], None] = lambda words: None) -> tuple[Path, int]:
     """Measure what is missing in the folder `out`/NAME; returns it, and how many cells failed."""
-    folder, failed = out / plan.name, 0
+    folder = out / plan.name
     name, gguf = str(plan.decoder["model"]), plan.decoder.get("gguf_file")
-    texts = perplexity.read(plan.texts, name, gguf, plan.perplexity.length, plan.documents)
-    perplexity.check_texts(texts, plan.perplexity.length)  # before a model is loaded
-    if plan.alone:
-        _check_alone(folder / "perplexity.json", texts)
+    texts = perplexity.read(plan.texts, name, gguf, plan.perplexity.length, plan.documents)  # then load a model
     model = perplexity.load(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf)
     _check_reach(model, plan.perplexity.length)
     plan = _taken(plan, model, say)
     shown = Path(name).name
+    if plan.retrieval is not None:  # what it cannot ask is refused before anything is measured
+        prompts = retrieval.Prompts.of(perplexity.load_tokenizer(name, gguf), plan.decoder.get("chat"))
+        haystack = retrieval.read(plan.haystack)
+        retrieval.check(model, prompts, haystack, plan.retrieval)
     results = perplexity.run(model, shown, texts, plan.perplexity, folder)
     for words in dict.fromkeys(lost := perplexity.failures(results, plan.perplexity.recipes)):
         say(words)
     if plan.retrieval is not None:
-        prompts = retrieval.Prompts.of(perplexity.load_tokenizer(name, gguf), plan.decoder.get("chat"))
-        haystack = retrieval.read(plan.haystack)
-        failed = retrieval.run(model, shown, prompts, haystack, plan.retrieval, folder)[1]
-    write_json(folder / "decoder.json", {"name": plan.name, "title": plan.title, "model": shown})
-    return folder, failed + len(lost)
+        found = retrieval.run(model, shown, prompts, haystack, plan.retrieval, folder)
+        for words in dict.fromkeys(missed := retrieval.failures(found, plan.retrieval)):
+            say(words)
+        lost += missed
+    told = {"name": plan.name, "title": plan.title, "model": shown, "recipes": list(plan.perplexity.recipes)}
+    forgetful = [recipe for recipe in plan.perplexity.recipes if forgets(recipe)]
+    write_json(folder / "decoder.json", told | {"forgetful": forgetful})
+    return folder, len(lost)
 
 
 def status(plan: Plan, out: Path) -> dict[str, Any]:
@@ -193,25 +198,17 @@ def status(plan: Plan, out: Path) -> dict[str, Any]:
     if (results := out / plan.name / "perplexity.json").exists():
         data = json.loads(results.read_text(encoding="utf-8"))
         cells = len(plan.perplexity.recipes) * len(data["texts"])
-        done += sum(cell["recipe"] in plan.perplexity.recipes for cell in data["cells"])
+        done += sum(cell["recipe"] in plan.perplexity.recipes for cell in perplexity.asked(data))
         failed += len(perplexity.failures(results, plan.perplexity.recipes))
     if plan.retrieval is not None:
         cells += len(plan.retrieval.recipes) * len(plan.retrieval.cells)
         if (results := out / plan.name / "retrieval.json").exists():
             asked = {(recipe, *cell) for recipe in plan.retrieval.recipes for cell in plan.retrieval.cells}
             for cell in json.loads(results.read_text(encoding="utf-8"))["cells"]:
-                if tuple(cell[key] for key in ("recipe", "task", "length", "depth")) in asked:
+                if tuple(cell[key] for key in retrieval.KEY) in asked:
                     done += cell["failed"] is None
                     failed += cell["failed"] is not None
     return {"plan": plan.name, "cells": cells, "done": done, "failed": failed}
-
-
-def _check_alone(results: Path, texts: Sequence[perplexity.Text]) -> None:
-    """Means over other texts too would be neither those asked for, nor the same for every recipe."""
-    if results.exists():
-        held = {text["sha256"] for text in json.loads(results.read_text(encoding="utf-8"))["texts"]}
-        if others := held - {text.sha256 for text in texts}:
-            raise ValueError(f"{results}: holds {len(others)} other texts; choose another folder")
 
 
 def _check_reach(model: PreTrainedModel, length: int) -> None:
@@ -249,6 +246,19 @@ def _check_keys(where: str, data: Any, known: tuple[str, ...], needed: tuple[str
             raise ValueError(f"{where}: expected {', '.join(known)}, got {key!r}")
     if missing := [key for key in needed if not data.get(key)]:
         raise ValueError(f"{where}: missing {', '.join(missing)}")
+
+
+def _listed(where: str, data: dict[str, Any], key: str, kind: Any) -> tuple[Any, ...]:
+    found = data[key]
+    if not isinstance(found, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in found):
+        raise ValueError(f"{where}: {key}: expected a list of {'words' if kind is str else 'numbers'}, got {found!r}")
+    return tuple(found)
+
+
+def _whole(where: str, data: dict[str, Any], key: str) -> int:
+    if type(found := data[key]) is not int:
+        raise ValueError(f"{where}: {key}: expected a whole number, got {found!r}")
+    return found
 
 
 def _filled(name: str) -> str:

@@ -31,6 +31,7 @@ SLACK = 8  # tokens a reply may have beyond those of each answer
 Z = 1.959964  # of a 95 % interval
 Cell = tuple[str, int, float | None]  # task, length, depth
 Key = tuple[str, str, int, float | None]  # recipe and cell
+KEY = ("recipe", "task", "length", "depth")
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,13 @@ class Prompts:
         return marked[: starts[0]] if starts else ()
 
 
-def run(
-    model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack, config: Config, out: Path
-) -> tuple[Path, int]:
-    """Ask a model under every recipe and write `retrieval.json` into the folder `out`; also how many cells failed.
+def check(model: PreTrainedModel, prompts: Prompts, haystack: Haystack, config: Config) -> None:
+    """Refuse what cannot be carried out."""
+    _refuse(model, {cell: _drafts(cell, haystack, config) for cell in config.cells}, prompts, set(config.recipes))
+
+
+def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack, config: Config, out: Path) -> Path:
+    """Ask a model under every recipe and write `retrieval.json` into the folder `out`.
 
     A cell (recipe × task × length × depth) that the file already holds is not measured again, and stays there; one
     that failed is tried again.
@@ -199,8 +203,15 @@ def run(
             cells[recipe, *cell] = _cell(model, prompts.tokenizer, recipe, cell, asked, config.score)
             head["run"] = provenance() | {"transformers": transformers.__version__}
             write_json(results, summary(head | {"cells": list(cells.values())}))
-    asked_for = [cells[recipe, *cell] for recipe in config.recipes for cell in config.cells]
-    return results, sum(cell["failed"] is not None for cell in asked_for)
+    return results
+
+
+def failures(results: Path, config: Config) -> list[str]:
+    """Why cells that are asked for failed, each in a line."""
+    asked = {(recipe, *cell) for recipe in config.recipes for cell in config.cells}
+    cells = json.loads(results.read_text(encoding="utf-8"))["cells"]
+    lost = [cell for cell in cells if cell["failed"] and tuple(cell[key] for key in KEY) in asked]
+    return [f"{cell['recipe']}: {cell['task']} at {cell['length']}: {cell['failed']}" for cell in lost]
 
 
 def _drafts(cell: Cell, haystack: Haystack, config: Config) -> list[Draft]:
@@ -232,7 +243,7 @@ def _cell(
     model: PreTrainedModel, tokenizer: Any, recipe: str, cell: Cell, prompts: Sequence[Prompt], score: str
 ) -> dict[str, Any]:
     """Numbers of one cell, or why there are none."""
-    found: dict[str, Any] = dict(zip(("recipe", "task", "length", "depth"), (recipe, *cell), strict=True))
+    found: dict[str, Any] = dict(zip(KEY, (recipe, *cell), strict=True))
     found["sha256"] = hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest()
     failed, examples, seconds = None, list[dict[str, Any]](), {"forced": 0.0, "generated": 0.0}
     on_gpu = model.device.type == "cuda"
