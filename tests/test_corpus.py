@@ -25,6 +25,8 @@ def test_every_kind_plain_and_compressed(tmp_path, ending, opener):
         "c.fasta": ">chr1 some words\nACGT\nAC\n\n>chr2\nGG\n>\nTT\n",
         "d.json": '[{"id": "y", "text": "two"}, {"text": "three"}]',
         "e.json": '{"a": 1}',
+        "f.json": '{"text": "four"}\n{"text": "five"}\n',
+        "g.json": "// five\n[6]",
     }
     for name, content in contents.items():
         with opener(tmp_path / (name + ending), "wt", encoding="utf-8") as file:

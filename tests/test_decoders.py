@@ -175,7 +175,9 @@ def test_other_texts_in_a_folder_do_not_count(run, tmp_path):
     for name in "ab":
         shutil.copy(folder / f"{name}.txt", tmp_path)
     boards = []
-    for texts, recipes in (("a.txt", '[plain, "rerope:window=16"]'), ("b.txt", '[plain, "rerope:window=64"]')):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b.txt").rename(tmp_path / "b" / "b.txt")
+    for texts, recipes in (("a.txt", '[plain, "rerope:window=16"]'), ("b", '[plain, "rerope:window=64"]')):
         (tmp_path / "small.yaml").write_text(re.sub("recipes: .*", f"recipes: {recipes}", PLAN).replace("*.txt", texts))
         words = ["study", "run", str(tmp_path / "small.yaml"), "--out", str(tmp_path)]
         assert CliRunner().invoke(app, words).exit_code == 0

@@ -136,15 +136,28 @@ def _json_lines(path: Path, column: str) -> Iterator[Found]:
 
 
 def _json(path: Path, column: str) -> Iterator[Found]:
-    """A list of objects as if each had a line of its own; any other JSON is a text like others."""
+    """A list of documents, or one a line, as .jsonl has them; any other JSON is a text like others."""
     with _open(path) as file:
         text = file.read()
-    data = json.loads(text)
-    if isinstance(data, list) and data and all(isinstance(each, dict) for each in data):
+    data = _parsed(text)
+    if isinstance(data, list) and data and all(_is_record(each, column) for each in data):
         for number, each in enumerate(data, 1):
             yield record(each, f"{path.name}:{number}", f"{path}:{number}", column)
+    elif data is None and _is_record(_parsed(text.lstrip().partition("\n")[0]), column):
+        yield from _json_lines(path, column)
     else:
         yield Document(path.name, text=text)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def _is_record(data: Any, column: str) -> bool:
+    return isinstance(data, dict) and bool({column, "input_ids"} & set(data))
 
 
 def _parquet(path: Path, column: str) -> Iterator[Found]:

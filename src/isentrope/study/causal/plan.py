@@ -270,11 +270,11 @@ def _filled(name: str) -> str:
 
 
 def _files(words: Any, beside: Path) -> tuple[Path, ...]:
-    """Files by names and globs, from the plan's own folder on."""
+    """Files by names of them and of folders and by globs, from the plan's own folder on."""
     found: list[Path] = []
     for word in [words] if isinstance(words, str) else words:
         here = sorted(glob(str(beside / _filled(str(word))), recursive=True))
         if not here:
             raise ValueError(f"texts: expected files, got none like {word}")
-        found += map(Path, here)
+        found += [path for name in here for path in Source(name).paths]
     return tuple(found)
