@@ -32,17 +32,8 @@ def test_every_kind_plain_and_compressed(tmp_path, ending, opener):
         with opener(tmp_path / (name + ending), "wt", encoding="utf-8") as file:
             file.write(content)
     found = list(documents([tmp_path / (name + ending) for name in contents]))
-    assert [document.text for document in found] == [
-        "plain ½",
-        "one",
-        None,
-        "ACGTAC",
-        "GG",
-        "TT",
-        "two",
-        "three",
-        '{"a": 1}',
-    ]
+    texts = ["plain ½", "one", None, "ACGTAC", "GG", "TT", "two", "three", '{"a": 1}', "four", "five", "// five\n[6]"]
+    assert [document.text for document in found] == texts
     assert [document.name for document in found[1:]][:4] == ["x", f"b.jsonl{ending}:3", "chr1", "chr2"]
     assert found[2].tokens == (1, 2)
 
