@@ -19,6 +19,7 @@ from measure import Row, save, sizes, times
 
 from isentrope.attention import attention
 from isentrope.backends import band_kernel
+from isentrope.compiled import runs_triton
 from isentrope.study.provenance import provenance
 
 SHAPES = ",".join("x".join(map(str, shape)) for shape in product((64, 128), (64, 128), (2, 3, 4), (4, 8)))
@@ -35,7 +36,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/blocks.json"))
     options = parser.parse_args()
     size = replace(sizes(), seconds=0.1)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    if not runs_triton(torch.empty(0, device=size.device)):
+        parser.error("expected Triton and a GPU, or TRITON_INTERPRET=1 and a small --n")
+    try:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    except ValueError:
+        parser.error(f"--shapes: expected some like 128x64x3x8, got {options.shapes!r}")
     rows: list[Row] = []
     for d, window, method in product(options.sizes.split(","), options.windows.split(","), METHODS):
         q, k, v = (

@@ -169,6 +169,14 @@ def test_the_page_of_a_plan_for_a_causal_model(run):
     assert shown.exit_code == 0 and best in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "expected JSON"), ('{"title": "t"}', "expected recipes, forgetful")]
+)
+def test_a_broken_description_of_a_plan(tmp_path, content, words):
+    (tmp_path / "decoder.json").write_text(content)
+    one_line(CliRunner().invoke(app, ["report", str(tmp_path)]), words)
+
+
 def test_other_texts_in_a_folder_do_not_count(run, tmp_path):
     """The plan is changed, its folder is not: means are over the texts asked for, and both runs' cells stay."""
     folder, _ = run

@@ -28,6 +28,7 @@ def title(folder: Path) -> str:
 
 def write(folder: Path) -> list[Path]:
     """Leaderboard and figures beside the results."""
+    _told(folder)
     drawn = [*leaderboard.write(folder), *figures.perplexity(folder / "perplexity.json")]
     if (found := folder / "retrieval.json").exists():
         drawn += retrieval.heatmaps(found)
@@ -61,9 +62,12 @@ def section(folder: Path, name: str) -> str:
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """What `decoder.json` says; those of before recipes were told have none."""
-    told: dict[str, Any] = json.loads((folder / "decoder.json").read_text(encoding="utf-8"))
-    if "recipes" not in told:
-        board = leaderboard.rank(folder)
-        told |= {"recipes": [row["recipe"] for row in board["rows"]], "forgetful": []}
+    """What `decoder.json` says of the plan."""
+    path = folder / "decoder.json"
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected JSON ({error})") from None
+    if missing := [key for key in ("title", "recipes", "forgetful") if key not in told]:
+        raise ValueError(f"{path}: expected {', '.join(missing)}, got none; run the plan again")
     return told
