@@ -29,7 +29,6 @@ BACKENDS: dict[str, ModuleType] = {
     "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked
 }  # fmt: skip
 RAW: dict[str, ModuleType] = {"decode": decode, "band": banded}  # these fold what is asked themselves
-PROVEN = ("decode",)  # of them, found right on a GPU; "band" so far in Triton's interpreter alone
 logger = logging.getLogger("isentrope")
 MOST_TEXTS = 256
 FEW_QUERIES = 16
@@ -86,8 +85,8 @@ def attention(
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
         it, and "auto" takes dense.
     backend: "reference", "dense", "sdpa", "flex", "chunked", "decode", "band": that one, or a ValueError that says why
-        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, sdpa or flex for the rest, and band only
-        when it is named; where those refuse, dense at short lengths and chunked at long ones.
+        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, band for windows and two regions without
+        gradients, sdpa or flex for the rest; where those refuse, dense at short lengths and chunked at long ones.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -110,7 +109,7 @@ def attention(
 def _attended(
     asked: Unfolded, dropout: Any, backend: str, return_lse: bool, return_entropy: bool
 ) -> tuple[Tensor, Aux]:
-    for name in [name for name in RAW if backend == name or (backend == "auto" and name in PROVEN)]:
+    for name in RAW if backend == "auto" else [name for name in RAW if name == backend]:
         why = "it has no attention weights to drop" if dropout else RAW[name].refusal(asked)
         if why is None:
             if backend == "auto":

@@ -29,6 +29,12 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+@cache
+def generation(device: torch.device) -> int:
+    """Of an NVIDIA card: 8 is Ampere and Ada, 9 Hopper."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def compiled(function: Callable[..., Any], tensors: Sequence[Tensor | None], *variant: Hashable) -> Callable[..., Any]:
     """The function fused into kernels when its `tensors` live on a GPU; as it is on a CPU or inside a larger graph.
 

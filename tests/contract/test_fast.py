@@ -73,7 +73,7 @@ def test_each_goes_where_it_is_fastest():
         for grad in (False, True):
             q.requires_grad_(grad)
             chosen[text, grad] = attention(q, k, v, text, causal=True, return_lse=True)[1].backend
-    sorts = ["sdpa"] * 10 + ["flex"] * 6
+    sorts = ["sdpa"] * 4 + ["band", "sdpa"] * 3 + ["band", "flex"] * 3
     assert list(chosen.values()) == sorts, chosen
 
 
@@ -131,6 +131,23 @@ BANDS += [("rope+window:size=40", False, SQUARE), ("window:size=500", False, LAR
 @pytest.mark.parametrize("given", [*BANDS, *((text, True, LARGE) for text in RECIPES[2:])], ids=str)
 def test_band(given):
     check_band(*given, torch.bfloat16, "cuda")
+
+
+def check_memory_order(dtype, device):
+    """Keys off their place in rows of odd length, values that all rows of the batch share."""
+    make = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 90, 67, generator=make, device=device).to(dtype)[..., 1:65] for _ in range(3))
+    v = v[:1].expand(2, -1, -1, -1)
+    for k, v in ((k, v), (k.contiguous(), v), (k, v.contiguous())):
+        with torch.no_grad():
+            found = attention(q, k, v, "window:size=9", causal=True, backend="band")
+            truth = attention(q.double(), k.double(), v.double(), "window:size=9", causal=True, backend="reference")
+        assert error(found, truth) < (5e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.gpu
+def test_band_takes_any_memory_order():
+    check_memory_order(torch.bfloat16, "cuda")
 
 
 def check_fold(turned, heated, normalise, size, dtype, device):
@@ -205,6 +222,11 @@ def test_decoding_interpreted(text, rows, dtype):
 @pytest.mark.parametrize(("text", "causal", "setting"), BANDS, ids=str)
 def test_band_interpreted(text, causal, setting):
     check_band(text, causal, replace(setting, batch=1), torch.float32, "cpu")
+
+
+@interprets
+def test_interpreted_band_takes_any_memory_order():
+    check_memory_order(torch.float32, "cpu")
 
 
 @interprets

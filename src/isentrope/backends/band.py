@@ -16,9 +16,11 @@ from torch import Tensor
 
 from isentrope.backends import sdpa
 from isentrope.backends.call import Unfolded
+from isentrope.compiled import generation
 from isentrope.region import Region, Span
 
 MOST_SINKS = 64
+HOPPER = 9
 
 
 class Cut(NamedTuple):
@@ -38,6 +40,8 @@ def refusal(asked: Unfolded) -> str | None:
         return "it is not for graphs, which make kernels of their own"
     if asked.q.is_cuda and asked.q.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes half precision, got {asked.q.dtype}"
+    if asked.q.is_cuda and generation(asked.q.device) < HOPPER:
+        return "it lives on the copy engine that cards have since Hopper"
     if (why := asked.refusal()) is not None:
         return why
     return None if _cut(asked) else "it takes whole rows that see a window, first keys and a triangle of far ones"

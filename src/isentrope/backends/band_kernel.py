@@ -10,15 +10,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.backends.merge import Part
 from isentrope.compiled import on_device_of
 from isentrope.fold import Angles
 from isentrope.fold.kernel import strides_of, united
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector: up to 128 no registers spill into memory
-LARGE = {32: (128, 64, 3, 4), 64: (128, 64, 3, 8), 128: (128, 64, 3, 8), 256: (128, 32, 2, 8)}
-SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 16, 2, 8)}
+# queries and keys of a block, pipeline stages, warps, by the size of a vector. Registers do not spill; up to 128 two such
+# blocks fit on a multiprocessor, and one multiplies while the other takes exponentials
+LARGE = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
+SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
 ROOM = 160 << 10  # bytes of shared memory, which server cards have
 LEAST = 16  # rows or columns of a matrix that tensor cores take
 LN2 = tl.constexpr(log(2))
@@ -56,8 +58,9 @@ def launch(
     far_out, far_lse, first = far or Part(out, lse, 0)
     with on_device_of(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
-            q, k, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, lse if tau is None else tau, far_out, far_lse,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
+            q, _blocked(k, columns), _blocked(v, columns), v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin,
+            lse if tau is None else tau, far_out, far_lse,
+            *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
             *strides_of(turn and cos, 0, 2), *strides_of(sink_turn and sink_cos, 0, 2), *strides_of(tau, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
@@ -67,6 +70,20 @@ def launch(
             EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
+
+
+def _blocked(x: Tensor, rows: int) -> TensorDescriptor:
+    """x (batch, heads, length, size) in blocks of so many vectors, as Hopper's copy engine takes it: in whole steps."""
+    step = 16 // x.element_size()
+    if x.data_ptr() % 16 or any(n > 1 and (at == 0 or at % step) for n, at in _axes(x)):
+        x = x.clone(memory_format=torch.contiguous_format)
+    strides = [at if n > 1 else x.shape[-1] for n, at in _axes(x)]  # of an axis with one entry it may be anything
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
+
+
+def _axes(x: Tensor) -> list[tuple[int, int]]:
+    """Entries and stride of all axes but the last."""
+    return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
 @cache
@@ -111,33 +128,26 @@ def _mixed(top, total, mixed, s, x, EXACT: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _blocks(top, total, mixed, tile, k, v, at, left, right, keys, begin, end, k_key, v_key, SIZE: tl.constexpr,
+def _blocks(top, total, mixed, tile, k, v, batch, head, at, left, right, keys, begin, end, SIZE: tl.constexpr,
             VALUES: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Blocks of keys from `begin` to `end`: all pairs of them, or those in the band."""
-    lane, value = tl.arange(0, SIZE), tl.arange(0, VALUES)
+    """Blocks of keys from `begin` to `end`: all pairs of them, or those in the band. Past the last key come zeros."""
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     for start in tl.range(begin, end, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        where = column.to(tl.int64)[:, None]
+        y = k.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
+        s = tl.dot(tile, tl.trans(y), input_precision=precision)
         if MASKED:
-            there = (column < keys)[:, None]
-            y = tl.load(k + where * k_key + lane[None, :], mask=there, other=0.0)
-            s = tl.dot(tile, tl.trans(y), input_precision=precision)
+            column = start + tl.arange(0, COLUMNS)
             apart = column[None, :] - at[:, None]
             s = tl.where((apart >= -left) & (apart <= right) & (column < keys)[None, :], s, float("-inf"))
-            x = tl.load(v + where * v_key + value[None, :], mask=there, other=0.0)
-        else:
-            y = tl.load(k + where * k_key + lane[None, :])
-            s = tl.dot(tile, tl.trans(y), input_precision=precision)
-            x = tl.load(v + where * v_key + value[None, :])
+        x = v.load([batch, head, start, 0]).reshape(COLUMNS, VALUES)
         top, total, mixed = _mixed(top, total, mixed, s, x, EXACT, MASKED)
     return top, total, mixed
 
 
 @triton.jit
 def _band(
-    q, k, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, far_out, far_lse,
-    q_batch, q_head, q_row, k_batch, k_head, k_key, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
+    q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, far_out, far_lse,
+    q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
     turn_batch, turn_row, sink_turn_batch, sink_turn_row, tau_batch, tau_head, tau_row,
     far_batch, far_head, far_row, far_lse_batch, far_lse_head, far_lse_row,
     heads, queries, keys, left, right, sinks, first, last, scale,
@@ -146,8 +156,8 @@ def _band(
     FAR: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head."""
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    one, shared = head.to(tl.int64), (head // GROUPS).to(tl.int64)
+    head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
+    one, shared = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS
     row = start + tl.arange(0, ROWS)
     live = row < queries
@@ -158,14 +168,28 @@ def _band(
         laws = tau + batch * tau_batch + one * tau_head + row.to(tl.int64) * tau_row
         heat = heat * tl.load(laws, mask=live, other=0.0).to(tl.float32)
     q += batch * q_batch + one * q_head
-    k += batch * k_batch + shared * k_head
     v += batch * v_batch + shared * v_head
     value = tl.arange(0, VALUES)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, VALUES), tl.float32)
 
-    if SINKS > 0:
+    tile = _queries(q, cos + batch * turn_batch, sin + batch * turn_batch, heat, row, live, q_row, turn_row, SIZE, TURN,
+                    NORMALISE)  # fmt: skip
+    # blocks that some row sees, and among them those that all rows see whole
+    front, back = start + ahead, tl.minimum(start + ROWS, queries) - 1 + ahead
+    begin = tl.maximum(front - left, 0) // COLUMNS * COLUMNS
+    end = tl.cdiv(tl.minimum(back + right + 1, keys), COLUMNS) * COLUMNS
+    whole = tl.minimum(tl.cdiv(tl.maximum(back - left, 0), COLUMNS) * COLUMNS, end)
+    stop = tl.maximum(tl.minimum(front + right + 1, keys) // COLUMNS * COLUMNS, whole)
+    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
+                                keys, begin, whole, SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
+    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
+                                keys, whole, stop, SIZE, VALUES, COLUMNS, EXACT, False)  # fmt: skip
+    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
+                                keys, stop, end, SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
+
+    if SINKS > 0:  # last, when the memory of the loops is free again
         tile = _queries(q, sink_cos + batch * sink_turn_batch, sink_sin + batch * sink_turn_batch, heat, row, live,
                         q_row, sink_turn_row, SIZE, SINK_TURN, NORMALISE)  # fmt: skip
         column, lane = tl.arange(0, SINKS), tl.arange(0, SIZE)
@@ -178,21 +202,6 @@ def _band(
         s = tl.dot(tile, tl.trans(y), input_precision=precision)
         seen = (column < sinks)[None, :] & (column[None, :] < (at - left)[:, None])
         top, total, mixed = _mixed(top, total, mixed, tl.where(seen, s, float("-inf")), x, EXACT, True)
-
-    tile = _queries(q, cos + batch * turn_batch, sin + batch * turn_batch, heat, row, live, q_row, turn_row, SIZE, TURN,
-                    NORMALISE)  # fmt: skip
-    # blocks that some row sees, and among them those that all rows see whole
-    front, back = start + ahead, tl.minimum(start + ROWS, queries) - 1 + ahead
-    begin = tl.maximum(front - left, 0) // COLUMNS * COLUMNS
-    end = tl.cdiv(tl.minimum(back + right + 1, keys), COLUMNS) * COLUMNS
-    whole = tl.minimum(tl.cdiv(tl.maximum(back - left, 0), COLUMNS) * COLUMNS, end)
-    stop = tl.maximum(tl.minimum(front + right + 1, keys) // COLUMNS * COLUMNS, whole)
-    top, total, mixed = _blocks(top, total, mixed, tile, k, v, at, left, right, keys, begin, whole, k_key, v_key,
-                                SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
-    top, total, mixed = _blocks(top, total, mixed, tile, k, v, at, left, right, keys, whole, stop, k_key, v_key,
-                                SIZE, VALUES, COLUMNS, EXACT, False)  # fmt: skip
-    top, total, mixed = _blocks(top, total, mixed, tile, k, v, at, left, right, keys, stop, end, k_key, v_key,
-                                SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
 
     if FAR:
         held = live & (row >= first) & (row < last)

@@ -8,7 +8,6 @@ keys the rows may see, with a mask for the chunk alone, so memory stays linear.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from isentrope.backends import merge
 from isentrope.backends.call import Call
 from isentrope.backends.merge import Part, lengthened
+from isentrope.compiled import generation
 from isentrope.precision import wide
 from isentrope.region import Band
 
@@ -80,13 +80,8 @@ def triangular(call: Call) -> bool:
 def _half(call: Call) -> bool:
     """What FlashAttention takes at all."""
     size, kind = max(call.q.shape[-1], call.v.shape[-1]), call.q.dtype
-    able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and _generation(call.q.device) >= 8
+    able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and generation(call.q.device) >= 8
     return able and size % 8 == 0 and size <= MOST_HEAD_DIM
-
-
-@cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
 
 
 class Tile(NamedTuple):
@@ -269,7 +264,7 @@ def _cudnn(tile: Tile) -> bool:
     """On Hopper and later the fastest for what it knows. Keys that grow by one from call to call would have it make a
     plan for each."""
     known = tile.bias is None and (tile.band.full or tile.band.causal) and min(tile.q.shape[2], tile.k.shape[2]) > 1
-    return known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], _generation(tile.q.device))
+    return known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], generation(tile.q.device))
 
 
 def _cudnn_takes(size: int, generation: int) -> bool:
@@ -280,7 +275,7 @@ def _cudnn_takes(size: int, generation: int) -> bool:
 
 def _flash(tile: Tile) -> bool:
     able = tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
-    return able and _generation(tile.q.device) >= 8
+    return able and generation(tile.q.device) >= 8
 
 
 def _sides(band: Band) -> dict[str, int]:
