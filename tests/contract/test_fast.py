@@ -138,9 +138,9 @@ def check_memory_order(dtype, device):
     make = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(2, 3, 90, 67, generator=make, device=device).to(dtype)[..., 1:65] for _ in range(3))
     v = v[:1].expand(2, -1, -1, -1)
-    for k, v in ((k, v), (k.contiguous(), v), (k, v.contiguous())):
+    for keys, values in ((k, v), (k.contiguous(), v), (k, v.contiguous())):
         with torch.no_grad():
-            found = attention(q, k, v, "window:size=9", causal=True, backend="band")
+            found = attention(q, keys, values, "window:size=9", causal=True, backend="band")
             truth = attention(q.double(), k.double(), v.double(), "window:size=9", causal=True, backend="reference")
         assert error(found, truth) < (5e-5 if dtype == torch.float32 else 2e-2)
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import isentrope as ise
+from isentrope.hf import layer
 from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
@@ -245,15 +246,30 @@ def test_position_ids_that_start_anywhere(recipe):
     assert_close(shifted, whole(model, ids), atol=2e-4, rtol=0)  # fp32 angles at 1000
 
 
+@pytest.mark.parametrize("quiet", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("recipe", ["rerope:window=32", "selfextend:window=32,group=4", "sink:sinks=4,size=24"])
-def test_position_ids_are_read_at_every_call(recipe):
+def test_position_ids_are_read_at_every_call(recipe, quiet):
     """The same tensor with other numbers in it is not the same positions."""
     model, ids = extended(recipe), tokens(1, 100)
-    positions, mask = torch.arange(100)[None], torch.ones_like(ids)
-    whole(model, ids, position_ids=positions, attention_mask=mask)
-    positions[:, 50:] += 40
-    again = whole(model, ids, position_ids=positions, attention_mask=mask)
-    assert_close(again, whole(model, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
+    with quiet():
+        positions, mask = torch.arange(100)[None], torch.ones_like(ids)
+        whole(model, ids, position_ids=positions, attention_mask=mask)
+        positions[:, 50:] += 40
+        again = whole(model, ids, position_ids=positions, attention_mask=mask)
+        assert_close(again, whole(model, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
+
+
+@pytest.mark.parametrize("quiet", [torch.inference_mode, torch.no_grad])
+def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
+    """What a look costs, on a GPU a wait, is not for every layer to pay."""
+    looks = []
+    look = layer._place
+    monkeypatch.setattr(layer, "_place", lambda *given: looks.append(0) or look(*given))
+    model, ids = extended("rerope:window=32"), tokens(1, 100)
+    with quiet():
+        for count in (1, 2):
+            whole(model, ids, position_ids=torch.arange(100)[None])
+            assert len(looks) == count
 
 
 # generate

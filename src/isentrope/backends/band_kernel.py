@@ -17,8 +17,8 @@ from isentrope.compiled import on_device_of
 from isentrope.fold import Angles
 from isentrope.fold.kernel import strides_of, united
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector. Registers do not spill; up to 128 two such
-# blocks fit on a multiprocessor, and one multiplies while the other takes exponentials
+# queries and keys of a block, pipeline stages, warps, by the size of a vector. Registers do not spill, and up to 128
+# two blocks fit on a multiprocessor: one multiplies while the other takes exponentials
 LARGE = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
 SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
 ROOM = 160 << 10  # bytes of shared memory, which server cards have

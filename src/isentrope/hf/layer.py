@@ -95,7 +95,7 @@ class Layer(nn.Module):
         layout = layout_for(mask, query, key)
         if self.rope is None:
             return layout
-        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)))
+        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)), self)
 
     def asked(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
         """The recipe and the options that `attention` is asked for."""
@@ -143,22 +143,25 @@ def layer_of(module: nn.Module) -> Any:
     return getattr(module, NAME, None)
 
 
-# by the tensor of position ids: the layout it was looked at for, its version then, and what came out
+# by the tensor of position ids: the layout it was looked at for, its version then, what came out, and who has asked
 _places: Any = WeakTensorKeyDictionary()
 
 
-def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool) -> Layout:
+def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool, asker: Layer) -> Layout:
     """The layout at the caller's own positions, where those are not simply one after another."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
         return layout
-    # an inference tensor has no version to tell whether it was changed
-    if torch.compiler.is_compiling() or position_ids.is_inference():
+    if torch.compiler.is_compiling():
         return _place(layout, position_ids, evicting)
-    # looked at once a forward pass: all layers are handed the same tensor
-    known, version, placed = _places.get(position_ids, (None, None, layout))
-    if known is not layout or version != position_ids._version:
-        placed = _place(layout, position_ids, evicting)
-        _places[position_ids] = (layout, position_ids._version, placed)
+    # looked at once a forward pass: all layers are handed the same tensor. One made in inference mode has no version to
+    # tell whether it was changed, but a layer that asks again is in another pass
+    timeless = position_ids.is_inference()
+    version = None if timeless else position_ids._version
+    known, then, placed, asked = _places.get(position_ids, (None, None, layout, frozenset()))
+    if known is not layout or then != version or (timeless and id(asker) in asked):
+        placed, asked = _place(layout, position_ids, evicting), frozenset()
+    if timeless or not asked:
+        _places[position_ids] = (layout, version, placed, asked | {id(asker)})
     return placed
 
 
