@@ -242,11 +242,12 @@ def trained(size: Sizes, batch: int, length: int, steps: int) -> float:
     model: nn.Module = network(size, 0.1).train()
     stepper = Stepper(model, Accelerator(), decay=0.01, clip=1.0, bf16=cuda, accumulate=1, compile=cuda)
     losses, begun = [], 0.0
-    for done, drawn in enumerate(ahead(batches.__getitem__, 0, WARM + steps, pin=cuda)):
-        if done == WARM:
-            torch.cuda.synchronize() if cuda else None
-            begun = time.perf_counter()
-        losses.append(stepper(drawn, 1e-4))
+    with ahead(batches.__getitem__, 0, WARM + steps, pin=cuda) as stream:
+        for done, drawn in enumerate(stream):
+            if done == WARM:
+                torch.cuda.synchronize() if cuda else None
+                begun = time.perf_counter()
+            losses.append(stepper(drawn, 1e-4))
     torch.cuda.synchronize() if cuda else None
     seconds = time.perf_counter() - begun
     if not torch.stack(losses).isfinite().all():

@@ -118,7 +118,7 @@ def targets(data: dict[str, Any]) -> Figure | None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, edge)
     axes.set_xlabel("ratio as a share of its target")
-    axes.set_title(f"Ratios against targets: {data['provenance']['hardware']}")
+    figure.suptitle(f"Ratios against targets: {data['provenance']['hardware']}", x=0.01, ha="left", fontweight="bold")
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.6)
     axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
     return figure

@@ -44,6 +44,16 @@ def test_rows_are_whole_and_saved(suite, tiny, tmp_path):
         assert row["group"] == "memory" or row["ratio"] == pytest.approx(row["ms"] / row["baseline_ms"])
 
 
+def test_whole_models(suite, tiny, tmp_path, monkeypatch):
+    models = importlib.import_module("models")
+    config = models.GAUAlphaConfig
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "attention_key_size": 16}
+    monkeypatch.setattr(models, "GAUAlphaConfig", lambda **given: config(**given | sizes))
+    rows, left = measured(suite, tiny, ["decoding", "gau"], tmp_path / "d.json")
+    assert not left and not [row["failed"] for row in rows if "failed" in row]
+    assert {row["group"] for row in rows} == {"decoding", "gau"}
+
+
 def test_a_failure_does_not_end_the_run(suite, tiny, tmp_path):
     def broken():
         raise ValueError("q: expected less\nand more")

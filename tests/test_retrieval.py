@@ -71,7 +71,7 @@ def solved(prompt):
     """The answers, from nothing but the text and how the reply begins."""
     text, lead = prompt.rsplit("\n", 1)
     if lead.startswith("The codes for"):
-        return re.findall(rf"A code for the {lead[18:-4]} is (\d+)\.", text)
+        return re.findall(rf"A code for the {lead[18:-16]} is the number (\d+)\.", text)
     if lead.startswith("The variables"):
         held = {re.search(r"\d+", lead)[0]}
         steps = re.findall(r"Let (\w+) = (\w+)\.", text)
@@ -88,7 +88,7 @@ def solved(prompt):
 
 def test_the_same_examples_everywhere():
     told = json.dumps([[x.asked, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))])
-    assert hashlib.sha256(told.encode()).hexdigest()[:16] == "6f4a087b57ed0337"
+    assert hashlib.sha256(told.encode()).hexdigest()[:16] == "87987b370e687a50"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -129,7 +129,7 @@ def test_numbers_of_the_text_are_not_used():
 @pytest.mark.parametrize("text", [FILLER, "河水流过山谷。" * 40 + "鸟在树上。" * 30, "no sentence ends here " * 50])
 def test_depth(depth, text):
     example = made("needle", length=2000, depth=depth, haystack=Haystack.of([text]))
-    before, after = example.text.split(f"The code for the {example.lead[17:-3]} is {example.answers[0]}.")
+    before, after = example.text.split(f"{example.lead} {example.answers[0]}.")
     share = len(before) / len(before + after)
     assert example.place == pytest.approx(share, abs=0.01)
     assert share == pytest.approx(depth / 100, abs=0.1)
@@ -188,7 +188,7 @@ def test_a_plain_prompt(merges):
     prompts, example = Prompts.of(merges), made("passkey")
     prompt = prompts.prompt(example)
     assert prompt.tokens[0] == 0 and 0 not in prompt.tokens[1:]
-    assert merges.decode(prompt.tokens[1:]) == f"{example.asked}\nThe pass key is"
+    assert merges.decode(prompt.tokens[1:]) == f"{example.asked}\nThe pass key is the number"
     assert merges.decode(prompt.answer) == f" {example.answers[0]}"
     with pytest.raises(ValueError, match="chat template, got one without"):
         Prompts.of(merges, chat=True)
@@ -211,7 +211,8 @@ def test_tokenizers_that_cannot_say_it(letters):
 
     class Joins(Prompts):
         def tokens(self, text):
-            return super().tokens(text)[: -1 if text.endswith("is") else None] + ((1,) if text.endswith("is") else ())
+            asks = text.endswith("number")
+            return super().tokens(text)[: -1 if asks else None] + ((1,) if asks else ())
 
     with pytest.raises(ValueError, match="same tokens when its answer follows"):
         Joins(letters, False).prompt(made("passkey"))

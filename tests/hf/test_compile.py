@@ -12,9 +12,6 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import isentrope as ise
 from tests.hf.tiny import llama, tokens
 
-# torch's own tracing of an autograd function
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
 RECIPES = [
     "infoscale",
     "rerope:window=32+infoscale:train_length=64",

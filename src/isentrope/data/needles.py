@@ -230,9 +230,9 @@ def _nearest(wanted: float, places: Sequence[int], upto: Sequence[int]) -> int:
 
 def _passkey(random: Random, haystack: Haystack, task: str, depth: float) -> Draft:
     answers = tuple(_numbers(random, haystack, 5))
-    fill = _hidden(random, haystack, [(depth, f"The pass key is {answers[0]}.")], True)
+    fill = _hidden(random, haystack, [(depth, f"The pass key is the number {answers[0]}.")], True)
     intro = "The text below gives a pass key, a number of five digits. Keep it in mind."
-    return Draft(intro, "What is the pass key?", "The pass key is", answers, (), fill)
+    return Draft(intro, "What is the pass key?", "The pass key is the number", answers, (), fill)
 
 
 def _keys(random: Random, haystack: Haystack, task: str, depth: float) -> Draft:
@@ -240,12 +240,13 @@ def _keys(random: Random, haystack: Haystack, task: str, depth: float) -> Draft:
     names, values = _names(random, haystack, count), _numbers(random, haystack, 7, count)
     depths = [depth, *(random.random() for _ in range(count - 1))]
     needles = [
-        (d, f"The code for the {name} is {value}.") for d, name, value in zip(depths, names, values, strict=True)
+        (d, f"The code for the {name} is the number {value}.")
+        for d, name, value in zip(depths, names, values, strict=True)
     ]
     return Draft(
         CODES if count > 1 else "The text below gives a code, a number of seven digits. Keep it in mind.",
         f"What is the code for the {names[0]}?",
-        f"The code for the {names[0]} is",
+        f"The code for the {names[0]} is the number",
         (values[0],),
         tuple(values[1:]),
         _hidden(random, haystack, needles, True),
@@ -254,11 +255,14 @@ def _keys(random: Random, haystack: Haystack, task: str, depth: float) -> Draft:
 
 def _values(random: Random, haystack: Haystack, task: str, depth: float) -> Draft:
     name, values = _names(random, haystack, 1)[0], _numbers(random, haystack, 7, VALUES)
-    needles = [(d, f"A code for the {name} is {x}.") for d, x in zip(_throughout(random, VALUES), values, strict=True)]
+    needles = [
+        (d, f"A code for the {name} is the number {x}.")
+        for d, x in zip(_throughout(random, VALUES), values, strict=True)
+    ]
     return Draft(
         CODES,
         f"What are all {VALUES} codes for the {name}?",
-        f"The codes for the {name} are",
+        f"The codes for the {name} are the numbers",
         tuple(values),
         (),
         _hidden(random, haystack, needles, False),
