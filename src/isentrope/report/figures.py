@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from math import log, nan
+from math import inf, log, nan
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,9 @@ def perplexity(results: Path) -> list[Path]:
         left.set_title("All recipes")
         right.set_title("Those that hold")
         for axes in (left, right):
-            axes.set_xticks(edges, [f"{e // 1024}k" if e >= 1024 else str(e) for e in edges], rotation=45)
+            # labels any closer would overlap
+            apart = [e for e, after in pairwise((*edges, inf)) if after - e >= 0.05 * edges[-1]]
+            axes.set_xticks(apart, [f"{e // 1024}k" if e >= 1024 else str(e) for e in apart], rotation=45)
             axes.set_xlabel("position in the text (tokens)")
         left.set_ylabel("perplexity")
         handles = [
