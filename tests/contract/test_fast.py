@@ -37,6 +37,13 @@ ROWS = (
 )
 
 
+FAR = (*RECIPES[2:5], RECIPES[8])
+SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
+FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
+NARROW = Setting(130, 130, batch=1, heads=6, kv_heads=3, d=64, dv=32)
+LARGE = Setting(600, 600, batch=1, heads=6, kv_heads=1, d=128, dv=128)
+
+
 def error(found, truth):
     return ((found.double() - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item()
 
@@ -47,22 +54,34 @@ def recipe_of(text, device="cpu"):
     return replace(recipe, temperature=recipe.temperature.to(device)) if learns else recipe
 
 
+def check_gradients(text, setting, causal, dtype, device, backend):
+    q, k, v = setting.tensors(dtype, device)
+    recipe = recipe_of(text, device)
+    found, exact = [], []
+    for kind, name, results in ((dtype, backend, found), (torch.float64, "reference", exact)):
+        inputs = [x.detach().to(kind).requires_grad_() for x in (q, k, v)]
+        out, aux = attention(*inputs, recipe, causal=causal, backend=name, return_lse=True)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device=device, dtype=torch.float64).view_as(out)
+        (out.double() * weights).sum().backward()
+        results += [out.detach(), aux.lse.detach(), *(x.grad for x in inputs)]
+    near = 1e-4 if dtype == torch.float32 else 2e-2
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exact, strict=True):
+        assert error(a, b) < (near if name in ("out", "lse") else 2 * near), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("setting", ROWS, ids=str)
 @pytest.mark.parametrize("text", RECIPES)
 def test_bands_forward_and_backward(text, setting, causal):
-    q, k, v = setting.tensors(torch.bfloat16, "cuda")
-    recipe = recipe_of(text, "cuda")
-    found, exact = [], []
-    for dtype, backend, results in ((torch.bfloat16, "sdpa", found), (torch.float64, "reference", exact)):
-        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        out, aux = attention(*inputs, recipe, causal=causal, backend=backend, return_lse=True)
-        weights = torch.linspace(0.5, 1.5, out.numel(), device="cuda", dtype=torch.float64).view_as(out)
-        (out.double() * weights).sum().backward()
-        results += [out.detach(), aux.lse.detach(), *(x.grad for x in inputs)]
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exact, strict=True):
-        assert error(a, b) < (2e-2 if name in ("out", "lse") else 4e-2), name
+    check_gradients(text, setting, causal, torch.bfloat16, "cuda", "sdpa")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", FAR)
+def test_band_backward(text):
+    for setting in (SQUARE, NARROW, LARGE):
+        check_gradients(text, setting, True, torch.bfloat16, "cuda", "band")
 
 
 @pytest.mark.gpu
@@ -73,7 +92,7 @@ def test_each_goes_where_it_is_fastest():
         for grad in (False, True):
             q.requires_grad_(grad)
             chosen[text, grad] = attention(q, k, v, text, causal=True, return_lse=True)[1].backend
-    sorts = ["sdpa"] * 4 + ["band", "sdpa"] * 3 + ["band", "flex"] * 3
+    sorts = ["sdpa"] * 4 + ["band"] * 6 + ["band", "flex"] * 3
     assert list(chosen.values()) == sorts, chosen
 
 
@@ -115,9 +134,6 @@ def check_band(text, causal, setting, dtype, device):
     assert (aux.entropy - exact.entropy).abs().max() < (1e-3 if dtype == torch.float32 else 0.3)
 
 
-SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
-FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
-LARGE = Setting(600, 600, batch=1, heads=6, kv_heads=1, d=128, dv=128)
 BANDS = [(text, True, SQUARE) for text in RECIPES[2:]] + [(text, True, FEWER) for text in RECIPES[5:8]]
 BANDS += [
     ("sink:sinks=1,size=30&window:size=34", True, Setting(73, 73, heads=6, d=64, dv=64)),  # far keys end before queries
@@ -222,6 +238,13 @@ def test_decoding_interpreted(text, rows, dtype):
 @pytest.mark.parametrize(("text", "causal", "setting"), BANDS, ids=str)
 def test_band_interpreted(text, causal, setting):
     check_band(text, causal, replace(setting, batch=1), torch.float32, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("text", FAR)
+def test_band_backward_interpreted(text):
+    for setting in (SQUARE, NARROW):
+        check_gradients(text, replace(setting, batch=1), True, torch.float32, "cpu", "band")
 
 
 @interprets

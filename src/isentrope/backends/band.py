@@ -1,7 +1,8 @@
-"""Windows, and whatever else whole rows see, without gradients: a Triton kernel for the band around the diagonal.
+"""Windows, and whatever else whole rows see: a Triton kernel for the band around the diagonal.
 
 It turns and heats queries in registers, takes first keys in on the way, and merges far keys, which are a triangle and
-PyTorch's fastest kernel has, into its output. Keys are folded beforehand: many blocks of queries read each.
+PyTorch's fastest kernel has, into its output. Keys are folded beforehand: many blocks of queries read each. Gradients
+are those of PyTorch's kernels, from its output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isentrope.backends import sdpa
-from isentrope.backends.call import Unfolded
+from isentrope.backends import merge, sdpa
+from isentrope.backends.call import Call, Unfolded
+from isentrope.backends.sdpa import SDPA
 from isentrope.compiled import generation
 from isentrope.region import Region, Span
 
@@ -44,13 +46,24 @@ def refusal(asked: Unfolded) -> str | None:
         return "it lives on the copy engine that cards have since Hopper"
     if (why := asked.refusal()) is not None:
         return why
-    return None if _cut(asked) else "it takes whole rows that see a window, first keys and a triangle of far ones"
+    if (cut := _cut(asked)) is None:
+        return "it takes whole rows that see a window, first keys and a triangle of far ones"
+    if asked.differentiated and (cut.far is None or cut.sinks):
+        return "it has no backward but of a window with a triangle of far keys"
+    return None
+
+
+def alone(asked: Unfolded) -> bool:
+    """Whether the kernel takes it and has all of it, so that nothing is held besides but keys."""
+    return refusal(asked) is None and (cut := _cut(asked)) is not None and cut.far is None
 
 
 def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries)."""
     from isentrope.backends.band_kernel import launch
 
+    if asked.differentiated:
+        return merge.attend(KERNEL, asked.folded())
     cut = _cut(asked)
     assert cut is not None
     near = asked.meetings[cut.near]
@@ -65,6 +78,22 @@ def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
         asked.q, k, asked.v, cut.left, cut.right, near.query, asked.tau, asked.scale, asked.normalise,
         cut.sinks, sink_keys, sink.query, far,
     )  # fmt: skip
+
+
+class Band(SDPA):
+    """Branches folded already, a window and a triangle of far keys, and their backward."""
+
+    def together(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+        from isentrope.backends.band_kernel import launch
+
+        layout = calls[0].layout
+        cut = cut_up([call.region for call in calls], layout.queries, layout.keys)
+        assert cut is not None and cut.far is not None and not cut.sinks
+        near, far = calls[cut.near], self.forward(calls[cut.far])
+        return launch(near.q, near.k, near.v, cut.left, cut.right, None, None, near.scale, False, far=far)
+
+
+KERNEL = Band()
 
 
 def _cut(asked: Unfolded) -> Cut | None:

@@ -144,7 +144,11 @@ def _blocks(top, total, mixed, tile, k, v, batch, head, at, left, right, keys, b
     return top, total, mixed
 
 
-@triton.jit
+# what changes with the length is not looked at more closely: one kernel serves all lengths
+@triton.jit(do_not_specialize=[
+    "turn_batch", "sink_turn_batch", "tau_batch", "tau_head", "far_lse_batch", "far_lse_head",
+    "queries", "keys", "left", "right", "sinks", "first", "last",
+])  # fmt: skip
 def _band(
     q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, far_out, far_lse,
     q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,

@@ -41,14 +41,10 @@ class Unfolded:
     interleaved: bool
 
     def refusal(self) -> str | None:
-        """Why Triton kernels, which fold queries themselves, cannot take it."""
-        q, k, v = self.q, self.k, self.v
-        turns = [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
+        """Why Triton kernels, which fold queries themselves, cannot take it; gradients aside."""
+        q, k, v, turns = self.q, self.k, self.v, self._turns
         if not runs_triton(q):
             return "it needs Triton and a GPU"
-        parts = (q, k, v, self.tau, *(x for turn in turns for x in turn))
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts):
-            return "it has no backward"
         if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
             return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
         if any(x.stride(-1) != 1 for x in (q, k, v)):
@@ -58,6 +54,16 @@ class Unfolded:
         if turns and (self.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
             return "it turns whole vectors, laid out in halves"
         return None
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether gradients are asked for."""
+        parts = (self.q, self.k, self.v, self.tau, *(x for turn in self._turns for x in turn))
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts)
+
+    @property
+    def _turns(self) -> list[Angles]:
+        return [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
 
     def folded(self) -> list[Call]:
         """A call for each meeting, with angles, τ and norms folded into q and k."""

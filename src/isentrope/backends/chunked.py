@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
-from isentrope.backends.merge import Part
+from isentrope.backends.merge import Kernel, Part
 from isentrope.backends.product import narrow, product
 from isentrope.compiled import compiled
 from isentrope.precision import wide
@@ -28,7 +28,7 @@ def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
     return merge.attend(KERNEL, calls)
 
 
-class Chunked:
+class Chunked(Kernel):
     """One branch, a few query rows at a time, against only the keys those rows may see.
 
     Query heads that share a key head are laid along the rows, so keys are never copied.

@@ -25,7 +25,7 @@ def refusal(asked: Unfolded) -> str | None:
         return f"it does not take {asked.q.dtype}"
     if len(asked.meetings) > MOST_BRANCHES or any(len(m.region.spans) > MOST_SPANS for m in asked.meetings):
         return f"it takes {MOST_BRANCHES} branches of {MOST_SPANS} spans"
-    return asked.refusal()
+    return "it has no backward" if asked.differentiated else asked.refusal()
 
 
 def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,10 @@ called with o and L of the whole, gives exact gradients (as in ring attention), 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +29,18 @@ class Part(NamedTuple):
     first: int = 0
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """A backend that computes branches one by one."""
 
+    @abstractmethod
     def forward(self, call: Call) -> Part:
         """One branch; zeros and -inf for a query that sees no key of it."""
 
+    def together(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of all branches, merged."""
+        return merge([self.forward(call) for call in calls], calls[0].q.shape[2])
+
+    @abstractmethod
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one branch, from the output and log-sum-exp of all branches together."""
 
@@ -70,7 +77,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = merge([kernel.forward(call) for call in _filled(calls, v, operands)], operands[0].shape[2])
+        out, lse = kernel.together(_filled(calls, v, operands))
         nothing = v.new_empty(0)
         ctx.kernel, ctx.calls = kernel, [replace(call, q=nothing, k=nothing, v=nothing) for call in calls]
         ctx.save_for_backward(out, lse, v, *operands)
@@ -91,8 +98,7 @@ class Traced(Merged):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [kernel.forward(call) for call in _filled(calls, v, operands)]
-        out, lse = (x.clone() for x in merge(parts, operands[0].shape[2]))
+        out, lse = (x.clone() for x in kernel.together(_filled(calls, v, operands)))
         ctx.kernel, ctx.calls = kernel, calls
         ctx.save_for_backward(out, lse, v, *operands)
         return out, lse
@@ -123,6 +129,6 @@ def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
     calls = [part for call in calls for part in call.split()]
     operands = [x for call in calls for x in (call.q, call.k)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
-        return merge([kernel.forward(call) for call in calls], calls[0].q.shape[2])
+        return kernel.together(calls)
     function = Traced if torch.compiler.is_compiling() else Merged
     return function.apply(kernel, calls, calls[0].v, *operands)

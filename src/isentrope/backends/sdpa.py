@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from isentrope.backends import merge
 from isentrope.backends.call import Call
-from isentrope.backends.merge import Part, lengthened
+from isentrope.backends.merge import Kernel, Part, lengthened
 from isentrope.compiled import generation
 from isentrope.precision import wide
 from isentrope.region import Band
@@ -95,7 +95,7 @@ class Tile(NamedTuple):
     scale: float
 
 
-class SDPA:
+class SDPA(Kernel):
     """One branch through fused kernels. All heads are materialised and all head sizes made equal with zeros."""
 
     def forward(self, call: Call) -> Part:

@@ -49,7 +49,8 @@ def united(a, b):
     return a * unit, b * unit
 
 
-@triton.jit
+# what changes with the length is not looked at more closely: one kernel serves all lengths
+@triton.jit(do_not_specialize=["turn_batch", "tau_batch", "tau_head", "length"])
 def _fold(
     x, y, cos, sin, tau,
     x_batch, x_head, x_row, y_batch, y_head, y_row, turn_batch, turn_row, tau_batch, tau_head, tau_row, heads, length,
