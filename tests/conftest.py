@@ -9,6 +9,13 @@ LONGEST = (
 )  # fmt: skip
 
 
+# what torch says to itself while it compiles for a GPU
+WORDS = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:TensorFloat32 tensor cores:UserWarning",
+)
+
+
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # workers share the cores already
         torch.set_num_threads(1)
@@ -22,6 +29,8 @@ def pytest_collection_modifyitems(config, items):
         unasked = "slow" in item.keywords and "slow" not in chosen
         if without_gpu or unasked:
             dropped.append(item)
+        elif "gpu" in item.keywords:
+            item.add_marker(pytest.mark.filterwarnings(*WORDS))
     # the longest files first, so that no worker is left with one at the end
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if dropped:

@@ -85,8 +85,9 @@ def attention(
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
         it, and "auto" takes dense.
     backend: "reference", "dense", "sdpa", "flex", "chunked", "decode", "band": that one, or a ValueError that says why
-        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, band for two regions (and for windows
-        without gradients), sdpa or flex for the rest; where those refuse, dense if short and chunked if long.
+        it cannot. "auto": on a CPU sdpa; on a GPU decode for one query a row, band (since Hopper, in half precision)
+        for two regions and, without gradients, for windows, sdpa or flex for the rest; where those refuse, dense at
+        short lengths and chunked at long ones.
     return_lse, return_entropy: return (output, `Aux`) with the log-sum-exp of the scores and the entropy of the
         attention weights. They carry gradients on the reference backend only. Entropy is as exact as the dtype of q and
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
@@ -99,7 +100,8 @@ def attention(
         layout, region = geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
         asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
         small = q.numel() <= AT_ONCE or len(asked.meetings) == 1 or torch.is_grad_enabled()
-        if small or torch.compiler.is_compiling() or (backend in ("auto", "band") and banded.alone(asked)):
+        alone = backend in ("auto", "band") and not return_entropy and banded.alone(asked)
+        if small or alone or torch.compiler.is_compiling():
             out, aux = _attended(asked, dropout, backend, return_lse, return_entropy)
         else:
             out, aux = _by_heads(asked, dropout, backend, return_lse, return_entropy)
@@ -115,7 +117,8 @@ def _attended(
             if backend == "auto":
                 _announce(name, asked.q.device.type)
             out, lse = RAW[name].attend(asked)
-            entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
+            with torch.no_grad():
+                entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
             return out, Aux(lse if return_lse else None, entropy, name)
         if backend == name:
             raise ValueError(f"backend {name!r} cannot compute this: {why}")

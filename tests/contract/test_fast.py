@@ -17,6 +17,9 @@ from isentrope.fold import _fold, angles, fold
 from isentrope.region import Region
 from tests.contract.matrix import Setting
 
+hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="band wants Hopper or later"
+)
 INTERPRETED = compiled.TRITON and compiled.INTERPRETED
 RECIPES = (
     "rope+infoscale:train_length=16",
@@ -78,6 +81,7 @@ def test_bands_forward_and_backward(text, setting, causal):
 
 
 @pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("text", FAR)
 def test_band_backward(text):
     for setting in (SQUARE, NARROW, LARGE):
@@ -85,6 +89,7 @@ def test_band_backward(text):
 
 
 @pytest.mark.gpu
+@hopper
 def test_each_goes_where_it_is_fastest():
     q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
     chosen = {}
@@ -144,24 +149,31 @@ BANDS += [("rope+window:size=40", False, SQUARE), ("window:size=500", False, LAR
 
 
 @pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("given", [*BANDS, *((text, True, LARGE) for text in RECIPES[2:])], ids=str)
 def test_band(given):
     check_band(*given, torch.bfloat16, "cuda")
 
 
 def check_memory_order(dtype, device):
-    """Keys off their place in rows of odd length, values that all rows of the batch share."""
+    """Off their place, in rows of odd length, shared by all rows of the batch, and all of that together."""
     make = torch.Generator(device).manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 90, 67, generator=make, device=device).to(dtype)[..., 1:65] for _ in range(3))
-    v = v[:1].expand(2, -1, -1, -1)
-    for keys, values in ((k, v), (k.contiguous(), v), (k, v.contiguous())):
+
+    def vectors(batch, row, first=0):
+        x = torch.randn(batch, 3, 90, row, generator=make, device=device).to(dtype)
+        return x[..., first : first + 64].expand(2, -1, -1, -1)
+
+    q = vectors(2, 67, 1)
+    every = [vectors(*kind) for kind in ((2, 64), (2, 67, 1), (1, 67, 1), (1, 64), (2, 68), (2, 72, 1))]
+    for k, v in zip(every, (*every[1:], every[0]), strict=True):
         with torch.no_grad():
-            found = attention(q, keys, values, "window:size=9", causal=True, backend="band")
+            found = attention(q, k, v, "window:size=9", causal=True, backend="band")
             truth = attention(q.double(), k.double(), v.double(), "window:size=9", causal=True, backend="reference")
         assert error(found, truth) < (5e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
+@hopper
 def test_band_takes_any_memory_order():
     check_memory_order(torch.bfloat16, "cuda")
 
@@ -264,12 +276,44 @@ def test_interpreted_kernels_leave_gradients_to_others(backend):
 
 
 @interprets
+def test_interpreted_weights_of_forward_and_backward_are_the_same():
+    """Where scores are large, a query rounded once more in one of them would tell: then gradients do not add up."""
+    q, k, v = Setting(200, 200, batch=1, heads=2, kv_heads=2, d=64, dv=64).tensors(torch.float16)
+    q[..., :4] += 16
+    k[..., :4] += 16
+    grads = {}
+    for backend in ("band", "sdpa"):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        attention(*inputs, "rerope:window=24", causal=True, backend=backend).float().square().sum().backward()
+        grads[backend] = [x.grad.double() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    attention(*exact, "rerope:window=24", causal=True, backend="reference").square().sum().backward()
+    for band, sdpa, truth in zip(grads["band"], grads["sdpa"], exact, strict=True):
+        assert error(band, truth.grad) < 1.5 * error(sdpa, truth.grad) + 1e-3
+
+
+@interprets
+def test_interpreted_bands_without_far_keys_take_all_heads_at_once(monkeypatch):
+    module = importlib.import_module("isentrope.attention")
+    q, k, v = Setting(40, 40, heads=6, d=64, dv=64).tensors(torch.float32)
+    text = "rerope:window=8+lambda:sinks=5,window=8"
+    truth = attention(q.double(), k.double(), v.double(), text, causal=True, backend="reference")
+    monkeypatch.setattr(module, "AT_ONCE", q.numel() // 3)
+    monkeypatch.setattr(module, "_by_heads", lambda *given: pytest.fail("a few heads at a time"))
+    with torch.no_grad():
+        found, aux = attention(q, k, v, text, causal=True, return_lse=True)
+    assert aux.backend == "band" and error(found, truth) < 5e-5
+
+
+@interprets
 def test_interpreted_bands_have_a_key_for_every_query_and_decoding_takes_no_rows():
     q, k, v = Setting(40, 17, heads=6, d=64, dv=64).tensors(torch.float32)
     with pytest.raises(ValueError, match="whole rows"), torch.no_grad():
         attention(q, k, v, "rope+window:size=3", causal=True, backend="band")
     with torch.no_grad():
         assert attention(q[:0, :, :1], k[:0], v[:0], "rope", causal=True, backend="decode").shape == (0, 6, 1, 64)
+        found = attention(q[:0, :, :17], k[:0], v[:0], "rope+window:size=3", causal=True, backend="band")
+        assert found.shape == (0, 6, 17, 64)
 
 
 @interprets

@@ -253,10 +253,10 @@ def test_position_ids_are_read_at_every_call(recipe, quiet):
     model, ids = extended(recipe), tokens(1, 100)
     with quiet():
         positions, mask = torch.arange(100)[None], torch.ones_like(ids)
-        whole(model, ids, position_ids=positions, attention_mask=mask)
-        positions[:, 50:] += 40
-        again = whole(model, ids, position_ids=positions, attention_mask=mask)
-        assert_close(again, whole(model, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
+        for each in (model, model, extended(recipe)):  # another has not asked before
+            found = whole(each, ids, position_ids=positions, attention_mask=mask)
+            assert_close(found, whole(each, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
+            positions[:, 50:] += 40
 
 
 @pytest.mark.parametrize("quiet", [torch.inference_mode, torch.no_grad])

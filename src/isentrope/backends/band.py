@@ -40,10 +40,10 @@ class Cut(NamedTuple):
 def refusal(asked: Unfolded) -> str | None:
     if torch.compiler.is_compiling():
         return "it is not for graphs, which make kernels of their own"
-    if asked.q.is_cuda and asked.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes half precision, got {asked.q.dtype}"
-    if asked.q.is_cuda and generation(asked.q.device) < HOPPER:
-        return "it lives on the copy engine that cards have since Hopper"
+    if asked.q.dtype not in (torch.float16, torch.bfloat16 if asked.q.is_cuda else torch.float32):
+        return f"it takes half precision, got {asked.q.dtype}"  # the interpreter has other halves
+    if asked.q.is_cuda and (torch.version.hip is not None or generation(asked.q.device) < HOPPER):
+        return "it lives on the copy engine that NVIDIA's cards have since Hopper"
     if (why := asked.refusal()) is not None:
         return why
     if (cut := _cut(asked)) is None:

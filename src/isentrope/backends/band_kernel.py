@@ -17,8 +17,8 @@ from isentrope.compiled import on_device_of
 from isentrope.fold import Angles
 from isentrope.fold.kernel import strides_of, united
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector. Registers do not spill, and up to 128
-# two blocks fit on a multiprocessor: one multiplies while the other takes exponentials
+# queries and keys of a block, pipeline stages, warps, by the size of a vector. Up to 128 two blocks fit on a
+# multiprocessor, one multiplies while the other takes exponentials; and with up to 32 first keys no registers spill
 LARGE = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
 SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
 ROOM = 160 << 10  # bytes of shared memory, which server cards have
@@ -43,7 +43,8 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries, the last of the keys, that see `left` keys before their own and `right` after.
 
-    q is raw: it is normalised, turned and multiplied by τ here; k is as the kernel multiplies it. Queries turned by
+    q is raw: it is normalised, turned and multiplied by τ here, or left exactly as it is where none of that is asked
+    for: a backward will have it so. k is as the kernel multiplies it. Queries turned by
     `sink_turn` also see those of the first `sinks` keys that lie before the band, as `sink_keys` has them. far: what
     they see besides, merged in.
     """
@@ -52,6 +53,8 @@ def launch(
     rows, columns, stages, warps = _shapes(q.device)[max(size, value_size)]
     out = torch.empty(batch, heads, queries, value_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    if batch == 0:
+        return out, lse
     cos, sin = turn or (lse, lse)
     sink_cos, sink_sin = sink_turn or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
@@ -67,6 +70,7 @@ def launch(
             GROUPS=heads // kv_heads, SIZE=size, VALUES=value_size, ROWS=rows, COLUMNS=columns,
             SINKS=max(LEAST, triton.next_power_of_2(sinks)) if sinks else 0, TURN=turn is not None,
             SINK_TURN=sink_turn is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
+            LATE=turn is None and sink_turn is None and tau is None and not normalise,
             EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
@@ -128,13 +132,16 @@ def _mixed(top, total, mixed, s, x, EXACT: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _blocks(top, total, mixed, tile, k, v, batch, head, at, left, right, keys, begin, end, SIZE: tl.constexpr,
-            VALUES: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _blocks(top, total, mixed, tile, k, v, batch, head, at, left, right, keys, begin, end, scale, SIZE: tl.constexpr,
+            VALUES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr,
+            MASKED: tl.constexpr):  # fmt: skip
     """Blocks of keys from `begin` to `end`: all pairs of them, or those in the band. Past the last key come zeros."""
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     for start in tl.range(begin, end, COLUMNS):
         y = k.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
         s = tl.dot(tile, tl.trans(y), input_precision=precision)
+        if LATE:
+            s = s * scale
         if MASKED:
             column = start + tl.arange(0, COLUMNS)
             apart = column[None, :] - at[:, None]
@@ -157,9 +164,9 @@ def _band(
     heads, queries, keys, left, right, sinks, first, last, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SINKS: tl.constexpr, TURN: tl.constexpr, SINK_TURN: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
-    FAR: tl.constexpr, EXACT: tl.constexpr,
+    FAR: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head."""
+    """One block of queries of one head. LATE: the scale goes into scores, for queries are not touched."""
     head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
     one, shared = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS
@@ -167,7 +174,9 @@ def _band(
     live = row < queries
     ahead = keys - queries
     at = row + ahead
-    heat = tl.full((ROWS,), 1.0, tl.float32) * scale
+    heat = tl.full((ROWS,), 1.0, tl.float32)
+    if not LATE:
+        heat = heat * scale
     if TAU:
         laws = tau + batch * tau_batch + one * tau_head + row.to(tl.int64) * tau_row
         heat = heat * tl.load(laws, mask=live, other=0.0).to(tl.float32)
@@ -187,11 +196,11 @@ def _band(
     whole = tl.minimum(tl.cdiv(tl.maximum(back - left, 0), COLUMNS) * COLUMNS, end)
     stop = tl.maximum(tl.minimum(front + right + 1, keys) // COLUMNS * COLUMNS, whole)
     top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, begin, whole, SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
+                                keys, begin, whole, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, True)  # fmt: skip
     top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, whole, stop, SIZE, VALUES, COLUMNS, EXACT, False)  # fmt: skip
+                                keys, whole, stop, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, False)  # fmt: skip
     top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, stop, end, SIZE, VALUES, COLUMNS, EXACT, True)  # fmt: skip
+                                keys, stop, end, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, True)  # fmt: skip
 
     if SINKS > 0:  # last, when the memory of the loops is free again
         tile = _queries(q, sink_cos + batch * sink_turn_batch, sink_sin + batch * sink_turn_batch, heat, row, live,
@@ -204,6 +213,8 @@ def _band(
         x = tl.load(v + where * v_key + value[None, :], mask=there, other=0.0)
         precision: tl.constexpr = "ieee" if EXACT else "tf32"
         s = tl.dot(tile, tl.trans(y), input_precision=precision)
+        if LATE:
+            s = s * scale
         seen = (column < sinks)[None, :] & (column[None, :] < (at - left)[:, None])
         top, total, mixed = _mixed(top, total, mixed, tl.where(seen, s, float("-inf")), x, EXACT, True)
 

@@ -151,9 +151,10 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     if isinstance(state.recipe.position, CLEX):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
-    for layer, plan in zip(state.layers, plans, strict=True):
+    together = object()
+    for index, (layer, plan) in enumerate(zip(state.layers, plans, strict=True)):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
-        made = Layer(plan.recipe, layer.band, rope, backend)
+        made = Layer(plan.recipe, layer.band, rope, backend, (together, index))
         device = next(iter(layer.module.parameters())).device
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{state.model_type}: {layer.name} is offloaded, so {state.recipe} has nowhere to learn")

@@ -38,10 +38,14 @@ class Layer(nn.Module):
     """What an attention layer does: its recipe, its own mask, and where its keys are rotated.
 
     rope: the model's frequencies, where queries and keys arrive raw; None where they arrive rotated.
+    place: what the layers of a model have in common, and where in their order this one is.
     """
 
-    def __init__(self, recipe: Recipe, native: Region, rope: Rope | None, backend: str) -> None:
+    def __init__(
+        self, recipe: Recipe, native: Region, rope: Rope | None, backend: str, place: tuple[object, int]
+    ) -> None:
         super().__init__()
+        self.place = place
         self.recipe, self.native, self.rope, self.backend = recipe, Own(native), rope, backend
         self.parts = tuple(
             part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
@@ -95,7 +99,7 @@ class Layer(nn.Module):
         layout = layout_for(mask, query, key)
         if self.rope is None:
             return layout
-        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)), self)
+        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)), self.place)
 
     def asked(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
         """The recipe and the options that `attention` is asked for."""
@@ -143,25 +147,25 @@ def layer_of(module: nn.Module) -> Any:
     return getattr(module, NAME, None)
 
 
-# by the tensor of position ids: the layout it was looked at for, its version then, what came out, and who has asked
+# by the tensor of position ids: the layout it was looked at for, its version then, what came out, and who asked last
 _places: Any = WeakTensorKeyDictionary()
 
 
-def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool, asker: Layer) -> Layout:
+def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool, asker: tuple[object, int]) -> Layout:
     """The layout at the caller's own positions, where those are not simply one after another."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
         return layout
     if torch.compiler.is_compiling():
         return _place(layout, position_ids, evicting)
     # looked at once a forward pass: all layers are handed the same tensor. One made in inference mode has no version to
-    # tell whether it was changed, but a layer that asks again is in another pass
+    # tell whether it was changed; there a pass goes on as long as later layers of the same model ask
     timeless = position_ids.is_inference()
     version = None if timeless else position_ids._version
-    known, then, placed, asked = _places.get(position_ids, (None, None, layout, frozenset()))
-    if known is not layout or then != version or (timeless and id(asker) in asked):
-        placed, asked = _place(layout, position_ids, evicting), frozenset()
-    if timeless or not asked:
-        _places[position_ids] = (layout, version, placed, asked | {id(asker)})
+    known, then, placed, last = _places.get(position_ids, (None, None, layout, asker))
+    another = timeless and (asker[0] is not last[0] or asker[1] <= last[1])
+    if known is not layout or then != version or another:
+        placed = _place(layout, position_ids, evicting)
+    _places[position_ids] = (layout, version, placed, asker)
     return placed
 
 
