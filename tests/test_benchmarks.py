@@ -46,9 +46,10 @@ def test_rows_are_whole_and_saved(suite, tiny, tmp_path):
 
 def test_whole_models(suite, tiny, tmp_path, monkeypatch):
     models = importlib.import_module("models")
-    config = models.GAUAlphaConfig
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "attention_key_size": 16}
-    monkeypatch.setattr(models, "GAUAlphaConfig", lambda **given: config(**given | sizes))
+    small = {"hidden_size": 36, "intermediate_size": 64, "vocab_size": 100}
+    for name, more in (("GAUAlphaConfig", {"attention_key_size": 16, "vocab_size": 12000}), ("LlamaConfig", {})):
+        config = getattr(models, name)
+        monkeypatch.setattr(models, name, lambda config=config, more=more, **given: config(**given | small | more))
     rows, left = measured(suite, tiny, ["decoding", "gau"], tmp_path / "d.json")
     assert not left and not [row["failed"] for row in rows if "failed" in row]
     assert {row["group"] for row in rows} == {"decoding", "gau"}
