@@ -38,6 +38,7 @@ class Sizes:
     windows: tuple[int, int]
     train_length: int
     scaling: tuple[int, ...]
+    once_ms: float  # a call that is predicted to take longer is timed once
     most_ms: float  # a method grows no further once its next length is predicted to take longer
     seconds: float  # of repeats for one ratio
     least: int  # repeats
@@ -56,24 +57,25 @@ def sizes(quick: bool = False) -> Sizes:
         if quick:
             return Sizes(
                 **common, short=2048, middle=4096, long=8192, windows=(256, 1024), train_length=512,
-                scaling=powers(1024, 16384), most_ms=300, seconds=0.2, least=3, batches=(1, 2), decoder_layers=4,
-                evaluate=(4, 1024), train=((16, 64, 20),), compilations=(8, 1000, 2000),
+                scaling=powers(1024, 16384), once_ms=5, most_ms=300, seconds=0.2, least=3, batches=(1, 2),
+                decoder_layers=4, evaluate=(4, 1024), train=((16, 64, 20),), compilations=(8, 1000, 2000),
             )  # fmt: skip
         return Sizes(
             **common, short=16384, middle=32768, long=131072, windows=(1024, 4096), train_length=2048,
-            scaling=powers(1024, 1 << 20), most_ms=3000, seconds=1.5, least=5, batches=(1, 8), decoder_layers=30,
-            evaluate=(32, 4096), train=((128, 64, 300), (128, 512, 40)), compilations=(50, 1000, 8000), targets=True,
+            scaling=powers(1024, 1 << 20), once_ms=500, most_ms=6e4, seconds=1.5, least=5, batches=(1, 8),
+            decoder_layers=30, evaluate=(32, 4096), train=((128, 64, 300), (128, 512, 40)),
+            compilations=(50, 1000, 8000), targets=True,
         )  # fmt: skip
     common = {"device": "cpu", "dtype": torch.float32, "heads": 4, "size": 64}
     if quick:
         return Sizes(
             **common, short=128, middle=256, long=512, windows=(32, 64), train_length=64, scaling=powers(128, 512),
-            most_ms=100, seconds=0.02, least=1, batches=(1, 2), decoder_layers=1, evaluate=(2, 64),
+            once_ms=5, most_ms=100, seconds=0.02, least=1, batches=(1, 2), decoder_layers=1, evaluate=(2, 64),
             train=((2, 32, 2),), compilations=(3, 100, 200),
         )  # fmt: skip
     return Sizes(
         **common, short=1024, middle=2048, long=4096, windows=(256, 512), train_length=512, scaling=powers(512, 4096),
-        most_ms=2000, seconds=0.5, least=3, batches=(1, 2), decoder_layers=4, evaluate=(2, 512),
+        once_ms=1000, most_ms=2000, seconds=0.5, least=3, batches=(1, 2), decoder_layers=4, evaluate=(2, 512),
         train=((8, 64, 5),), compilations=(10, 500, 2000),
     )  # fmt: skip
 
@@ -136,6 +138,23 @@ def cpu_times(functions: Sequence[Call], repeats: int = 5, warm: int = 1) -> lis
             function()
             into.append((time.perf_counter() - start) * 1000)
     return [statistics.median(each) for each in taken]
+
+
+def once(function: Call) -> tuple[float, int | None, object]:
+    """Milliseconds and peak bytes of a single call, and what it returned."""
+    taken, results = 0.0, list[object]()
+
+    def timed() -> object:
+        nonlocal taken
+        begun = time.perf_counter()
+        results.append(function())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken = (time.perf_counter() - begun) * 1000
+        return results[0]
+
+    bytes_ = peak(timed)
+    return taken, bytes_, results[0]
 
 
 def peak(function: Call) -> int | None:
