@@ -38,7 +38,7 @@ class Sizes:
     windows: tuple[int, int]
     train_length: int
     scaling: tuple[int, ...]
-    once_ms: float  # a call that is predicted to take longer is timed once
+    once_ms: float  # a call that is predicted to take longer is timed once, and if much longer, cold
     most_ms: float  # a method grows no further once its next length is predicted to take longer
     seconds: float  # of repeats for one ratio
     least: int  # repeats
@@ -140,9 +140,11 @@ def cpu_times(functions: Sequence[Call], repeats: int = 5, warm: int = 1) -> lis
     return [statistics.median(each) for each in taken]
 
 
-def once(function: Call) -> tuple[float, int | None, object]:
+def once(function: Call, warm: bool) -> tuple[float, int | None, object]:
     """Milliseconds and peak bytes of a single call, and what it returned."""
     taken, results = 0.0, list[object]()
+    if warm:
+        function()
 
     def timed() -> object:
         nonlocal taken

@@ -1,6 +1,6 @@
 """The benchmark suite: every group, one table, one JSON file.
 
-    python benchmarks/run.py [--only attention,window,…] [--quick] [--out benchmarks/results/NAME.json] [--seconds N]
+    python benchmarks/run.py [--only attention,window,…] [--match ReRoPE,ALiBi,…] [--quick] [--out FILE] [--seconds N]
 
 On a GPU bf16, batch 1, 32 heads, d = 128, causal; on a CPU fp32, 4 heads, d = 64 and short lengths, without targets.
 Times are medians of warm calls, every method taking turns with its baseline, so that a clock that drifts moves both
@@ -15,7 +15,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,6 +39,7 @@ GROUPS = ("attention", "window", "entropy", "backward", "memory", "scaling", "de
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, in this order")
+    parser.add_argument("--match", default="", help="only methods whose names begin with one of these")
     parser.add_argument("--quick", action="store_true", help="small shapes, no targets: whether everything runs")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these, no measurement begins")
@@ -54,7 +55,7 @@ def main() -> None:
     console = Console()
     if not console.is_terminal or console.width < WIDE:
         console = Console(width=WIDE, force_terminal=False)  # lines as they come, and the table at the end
-    rows, left = run(chosen, size, options.out, options.seconds, console)
+    rows, left = run(chosen, size, options.out, options.seconds, console, options.match.split(","))
     met, missed = (sum(row["met"] is how for row in rows) for how in (True, False))
     failed = sum("failed" in row for row in rows)
     console.print(f"{len(rows)} rows: {met} targets met, {missed} missed, {failed} failed, {len(left)} left out")
@@ -77,7 +78,7 @@ def groups(size: Sizes, names: list[str], model: str | None = None, gguf_file: s
 
 
 def run(
-    chosen: list[Group], size: Sizes, out: Path, seconds: float, console: Console
+    chosen: list[Group], size: Sizes, out: Path, seconds: float, console: Console, match: Sequence[str] = ("",)
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     """Measure, show and save; returns the rows and what no time was left for."""
     rows: list[Row] = []
@@ -89,6 +90,8 @@ def run(
     with live or nullcontext():
         for group in chosen:
             for job in group():
+                if not job.method.startswith(tuple(match)):
+                    continue
                 if not job.free and time.monotonic() - begun > seconds:
                     left.append({"group": job.group, "method": job.method, "n": job.n})
                 else:

@@ -51,6 +51,7 @@ class Stepper:
         if compile:  # as a function of this run's own: what is compiled for one model is of no use to the next
             self.loss = torch.compile(fresh(lambda batch: self._loss(batch)), dynamic=False)
         self.captures = cuda and accelerator.num_processes == 1
+        self.side: torch.cuda.Stream | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: Batch = {}
         self.output = torch.zeros((), device=self.device)
@@ -107,15 +108,15 @@ class Stepper:
         if self.graph is not None:
             self.graph.replay()
         elif self.taken <= WARM:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self.side = self.side or torch.cuda.Stream()
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
                 self.output.copy_(self._update(self.inputs))
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self.side)
         else:
             self.optimizer.zero_grad()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=self.side):  # where autograd's nodes were made
                 self.output.copy_(self._update(self.inputs))
             self.graph.replay()  # capturing runs nothing
         return self.output.clone()
