@@ -77,16 +77,19 @@ def _figure(data: dict[str, Any], task: str, metric: str) -> Figure:
     lengths, recipes = data["config"]["lengths"], data["config"]["recipes"]
     found = {(cell["recipe"], cell["length"], cell["depth"]): cell for cell in data["cells"] if cell["task"] == task}
     depths = sorted({depth for _, _, depth in found if depth is not None})
+    room = 1.4 + 0.55 * len(lengths)  # inches of a panel
     if depths:
         panels = {
-            _folded(recipe): {f"{depth:g}": [found.get((recipe, n, depth)) for n in lengths] for depth in depths}
+            _folded(recipe, int(10 * room)): {
+                f"{depth:g}": [found.get((recipe, n, depth)) for n in lengths] for depth in depths
+            }
             for recipe in recipes
         }
     else:
         panels = {"": {_folded(recipe): [found.get((recipe, n, None)) for n in lengths] for recipe in recipes}}
     lines = ceil(len(panels) / COLUMNS)
     columns = ceil(len(panels) / lines)
-    width = max(5.5, (1.4 + 0.55 * len(lengths)) * columns + 1.5)
+    width = max(5.5, room * columns + 1.5)
     height = (1.5 + 0.36 * len(next(iter(panels.values())))) * lines + 0.4
     figure = Figure(figsize=(width, height), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
@@ -116,5 +119,5 @@ def _heatmap(axes: Axes, rows: dict[str, list[dict[str, Any] | None]], columns: 
                 axes.text(x, y, "×", ha="center", va="center")
 
 
-def _folded(recipe: str) -> str:
-    return fill(recipe.replace("+", " + "), 32)
+def _folded(recipe: str, width: int = 32) -> str:
+    return fill(recipe.replace("+", " + ").replace(",", ", "), width, break_long_words=False)
