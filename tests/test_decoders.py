@@ -360,13 +360,13 @@ def test_learned_positions_end(rows, tmp_path):
     one_line(result, "gpt2: expected a model that can read 80 tokens, got 64 learned positions")
 
 
-def test_usual_recipes_stay_within_angles_that_the_model_has_seen():
-    assert "selfextend:window=4096,group=8" in usual(8192, 32768)
+def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
+    assert "selfextend:window=4096,group=14" in usual(8192, 32768)
     assert "yarn:factor=1.5+yarntemperature:factor=1.5" in usual(64, 96)
     for trained, length in ((4, 5), (64, 65), (256, 4096), (1000, 3333)):
         position = ise.Recipe.parse(next(r for r in usual(trained, length) if r.startswith("selfextend"))).position
         query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
-        assert query - key < trained
+        assert query - key <= 3 * trained / 4
         perplexity.check_recipes(usual(trained, length))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,43 @@ from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
 
 T = TypeVar("T")
+
+
+def asked_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: Recipe,
+    call_mask: Mask | None,
+    causal: bool,
+    lengths: Tensor | Sequence[int] | None,
+    position_ids: PositionIds | None,
+    layout: Layout | None,
+    scale: float | None,
+    rotated_keys: bool,
+) -> Unfolded:
+    """What is asked of a backend. All but q, k and v is kept with a layout: a model's layers ask the same again."""
+    lasting = lengths is None and position_ids is None and recipe.lasting and _lasting(call_mask)
+    if not lasting or not isinstance(scale, (float, int, NoneType)) or torch.compiler.is_compiling():
+        layout, region = geometry(q, k, recipe.mask, call_mask, causal, lengths, position_ids, layout)
+        return unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
+    if layout is None or (layout.queries, layout.keys) != (q.shape[2], k.shape[2]):
+        layout, _ = geometry(q, k, recipe.mask, call_mask, causal, None, None, layout)
+
+    def make() -> tuple[Any, ...]:
+        _, region = geometry(q, k, recipe.mask, call_mask, causal, None, None, layout)
+        asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
+        told = asked.meetings, asked.tau, asked.scale, asked.normalise, asked.interleaved
+        return recipe, call_mask, told  # the first two, so that none other can have their place in memory
+
+    token = None if recipe.position is None else recipe.position.token()
+    sizes = (q.shape[1], q.shape[3], q.dtype)
+    known = layout.remember((id(recipe), id(call_mask), token, causal, scale, rotated_keys, *sizes), make)
+    return Unfolded(q, k, v, layout, *known[2])
+
+
+def _lasting(mask: Mask | None) -> bool:
+    return mask is None or (isinstance(mask, Mask) and not any(data_masks(mask)))
 
 
 def geometry(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.asked import geometry, unfolded
+from isentrope.asked import asked_of
 from isentrope.backends import band as banded
 from isentrope.backends import chunked, decode, dense, flex, merge, reference, sdpa
 from isentrope.backends.call import Call, Unfolded
@@ -32,7 +32,9 @@ RAW: dict[str, ModuleType] = {"decode": decode, "band": banded}  # these fold wh
 logger = logging.getLogger("isentrope")
 MOST_TEXTS = 256
 FEW_QUERIES = 16
-AT_ONCE = 1 << 27  # entries of q: without gradients, branches of more are worked on a few heads at a time
+# entries of q: without gradients, more are worked on a few heads at a time
+AT_ONCE = 1 << 27  # of branches, whose parts are held until they are merged
+COUNTED = (1 << 31) - 1  # beyond these FlexAttention counts in 64 bits, and takes twice as long
 # weights worth having all at once, by measurement: until they leave a CPU's caches, or crowd a GPU's memory
 LARGEST_TABLE = {"cpu": 1 << 22, "cuda": 1 << 29}
 LARGEST_KEPT = 1 << 26  # where a backward will want them again
@@ -97,14 +99,14 @@ def attention(
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
     with as_given(q):
-        layout, region = geometry(q, k, recipe.mask, mask, causal, lengths, position_ids, layout)
-        asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
-        small = q.numel() <= AT_ONCE or len(asked.meetings) == 1 or torch.is_grad_enabled()
-        alone = backend in ("auto", "band") and not return_entropy and banded.alone(asked)
-        if small or alone or torch.compiler.is_compiling():
-            out, aux = _attended(asked, dropout, backend, return_lse, return_entropy)
+        asked = asked_of(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
+        most = AT_ONCE if len(asked.meetings) > 1 else COUNTED
+        options = (dropout, backend, return_lse, return_entropy)
+        whole = q.numel() <= most or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if whole or (backend in ("auto", "band") and not return_entropy and banded.alone(asked)):
+            out, aux = _attended(asked, *options)
         else:
-            out, aux = _by_heads(asked, dropout, backend, return_lse, return_entropy)
+            out, aux = _by_heads(asked, most, *options)
     return (out, aux) if return_lse or return_entropy else out
 
 
@@ -135,12 +137,12 @@ def _attended(
     return out, Aux(lse if return_lse else None, entropy, name)
 
 
-def _by_heads(asked: Unfolded, *options: Any) -> tuple[Tensor, Aux]:
+def _by_heads(asked: Unfolded, most: int, *options: Any) -> tuple[Tensor, Aux]:
     """A few heads after the others: what is folded, and the branches before they are merged, take that much less."""
     q, v = asked.q, asked.v
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     told = []
-    for heads, share in asked.shared_out(AT_ONCE):
+    for heads, share in asked.shared_out(most):
         out[:, heads], aux = _attended(share, *options)
         told.append(aux)
     lse, entropy = (

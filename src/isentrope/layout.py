@@ -20,9 +20,10 @@ from isentrope.region import Region, Span
 PositionIds = Tensor | tuple[Tensor, Tensor]
 Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
-# layouts kept between calls, and what is kept with each: angles and block masks grow with the length
+# layouts kept between calls, and what is kept with each: few angles and block masks, which grow with the length, but
+# perhaps a temperature for every layer of a model
 MOST_LAYOUTS = 2
-MOST_MEMORIES = 16
+MOST_MEMORIES = 128
 _ABSENT = object()
 
 

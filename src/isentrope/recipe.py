@@ -59,18 +59,26 @@ class Recipe:
                 raise ValueError(
                     f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {part!r}"
                 )
+        length = getattr(self.temperature, "train_length", None)
+        position = self.position and self.position.resolved(length)
+        # made once, so that it is one and the same in every call
+        object.__setattr__(self, "_resolved", None if position is self.position else replace(self, position=position))
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
         """The parts with parameters. A model that uses the recipe must register them: a recipe is not a module."""
         return tuple(part for part in (self.position, self.temperature) if isinstance(part, torch.nn.Module))
 
+    @property
+    def lasting(self) -> bool:
+        """Whether it says the same of every call at the same places: no part learns or brings data of its own."""
+        parts = ((self.position, positions.Position), (self.temperature, temperatures.Temperature))
+        known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
+        return known and not any(masks.data_masks(self.mask))
+
     def resolved(self) -> Recipe:
         """The recipe with a position method's missing training length taken from the temperature."""
-        if self.position is None:
-            return self
-        position = self.position.resolved(getattr(self.temperature, "train_length", None))
-        return self if position is self.position else replace(self, position=position)
+        return self._resolved or self  # type: ignore[attr-defined]
 
     def for_layer(self, layer: int) -> Recipe:
         """The recipe of one layer, where temperatures differ from layer to layer."""

@@ -353,7 +353,7 @@ def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
         with torch.no_grad():
             for told in (False, True):
                 whole, one = module._attended(asked, None, "auto", told, told)
-                parts, many = module._by_heads(asked, None, "auto", told, told)
+                parts, many = module._by_heads(asked, module.AT_ONCE, None, "auto", told, told)
                 torch.testing.assert_close(parts, whole)
                 if told:
                     torch.testing.assert_close((many.lse, many.entropy), (one.lse, one.entropy))

@@ -58,8 +58,10 @@ class Unfolded:
     @property
     def differentiated(self) -> bool:
         """Whether gradients are asked for."""
+        if not torch.is_grad_enabled():
+            return False
         parts = (self.q, self.k, self.v, self.tau, *(x for turn in self._turns for x in turn))
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in parts)
+        return any(x is not None and x.requires_grad for x in parts)
 
     @property
     def _turns(self) -> list[Angles]:

@@ -41,7 +41,9 @@ def fold(
         return x
     cos, sin = (None, None) if turn is None else turn
     if _has_kernel(x, cos, tau, normalise, interleaved):
-        return Folded.apply(x, cos, sin, tau, normalise)
+        if x.requires_grad and torch.is_grad_enabled():
+            return Folded.apply(x, cos, sin, tau, normalise)
+        return _kernel(x, cos, sin, tau, normalise, back=False)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = compiled(_fold, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
@@ -59,6 +61,12 @@ def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bo
     return not (learns and torch.is_grad_enabled())
 
 
+def _kernel(*given: Any, **options: Any) -> Tensor:
+    from isentrope.fold.kernel import launch  # Triton is not everywhere
+
+    return launch(*given, **options)
+
+
 class Folded(torch.autograd.Function):
     """The Triton kernel, and its gradient: the same kernel, turning back."""
 
@@ -66,19 +74,15 @@ class Folded(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool
     ) -> Tensor:
-        from isentrope.fold.kernel import launch
-
         ctx.save_for_backward(cos, sin, tau)
-        return launch(x, cos, sin, tau, normalise, back=False)
+        return _kernel(x, cos, sin, tau, normalise, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        from isentrope.fold.kernel import launch
-
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         cos, sin, tau = ctx.saved_tensors
-        return launch(grad, cos, sin, tau, normalise=False, back=True), None, None, None, None
+        return _kernel(grad, cos, sin, tau, normalise=False, back=True), None, None, None, None
 
 
 def _fold(

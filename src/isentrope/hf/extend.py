@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from isentrope.attention import BACKENDS
-from isentrope.hf.layer import NAME, Layer
+from isentrope.hf.layer import NAME, Layer, Together
 from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
 from isentrope.hf.rotary import SHARED, Rope
@@ -151,10 +151,10 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     if isinstance(state.recipe.position, CLEX):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
-    together = object()
+    together = Together(len(plans))
     for index, (layer, plan) in enumerate(zip(state.layers, plans, strict=True)):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
-        made = Layer(plan.recipe, layer.band, rope, backend, (together, index))
+        made = Layer(plan.recipe, layer.band, rope, backend, together, index)
         device = next(iter(layer.module.parameters())).device
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{state.model_type}: {layer.name} is offloaded, so {state.recipe} has nowhere to learn")

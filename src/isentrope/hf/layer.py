@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -34,29 +35,51 @@ class Own(Mask):
         return self.shown
 
 
+_own = lru_cache(Own)  # the layers of a model share theirs, which are then told apart at a glance
+
+
+class Pass(NamedTuple):
+    """A layer's question where tokens stand, and the answer."""
+
+    layer: int
+    mask: Tensor | None
+    ids: Tensor | None
+    version: int | None
+    shape: tuple[Any, ...]
+    layout: Layout
+
+
+class Together:
+    """What `count` layers of a model have in common: what the last of them to run has seen, for each kind of layer."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.seen = count, dict[Hashable, Pass]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Together, (self.count,)
+
+
 class Layer(nn.Module):
     """What an attention layer does: its recipe, its own mask, and where its keys are rotated.
 
     rope: the model's frequencies, where queries and keys arrive raw; None where they arrive rotated.
-    place: what the layers of a model have in common, and where in their order this one is.
+    causal: whether no query sees ahead.
+    index: where the layer is in the order of those it runs together with.
     """
 
     def __init__(
-        self, recipe: Recipe, native: Region, rope: Rope | None, backend: str, place: tuple[object, int]
+        self, recipe: Recipe, native: Region, rope: Rope | None, backend: str, together: Together, index: int
     ) -> None:
         super().__init__()
-        self.place = place
-        self.recipe, self.native, self.rope, self.backend = recipe, Own(native), rope, backend
+        self.together, self.index = together, index
+        self.recipe, self.native, self.rope, self.backend = recipe, _own(native), rope, backend
+        self.causal = all(span.high <= 1 for span in native.spans)
+        self.kind = rope is None, isinstance(recipe.mask, (Sink, Lambda))
         self.parts = tuple(
             part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
         )
         # registered, so that it trains, moves and is saved
         self.temperature = recipe.temperature if isinstance(recipe.temperature, nn.Module) else None
-
-    @property
-    def causal(self) -> bool:
-        """Whether no query sees ahead."""
-        return all(span.high <= 1 for span in self.native.shown.spans)
 
     def idle(self, length: int, framed: bool) -> bool:
         """Whether rows of up to `length` keys come out as from the model that was extended."""
@@ -95,11 +118,37 @@ class Layer(nn.Module):
         return out.transpose(1, 2).contiguous()
 
     def placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
-        """Where the tokens of a call stand."""
-        layout = layout_for(mask, query, key)
-        if self.rope is None:
+        """Where the tokens of a call stand; looked at once a forward pass, whose layers are handed the same tensors."""
+        if type(query) is not Tensor or not readable(query):
+            return self._placed(query, key, mask, position_ids)
+        # ids made in inference mode have no version to tell whether they were changed: there a pass goes on as long as
+        # later layers ask
+        timeless = position_ids is not None and position_ids.is_inference()
+        version = None if position_ids is None or timeless else position_ids._version
+        shape = (query.shape[0], query.shape[2], key.shape[2], query.device)
+        seen, last = self.together.seen, self.together.seen.get(self.kind)
+        if (
+            last is None
+            or last.mask is not mask
+            or last.ids is not position_ids
+            or (last.version, last.shape) != (version, shape)
+            or (timeless and last.layer >= self.index)
+        ):
+            layout = self._placed(query, key, mask, position_ids)
+        else:
+            layout = last.layout
+        if self.index + 1 == self.together.count:
+            seen.clear()
+        else:
+            seen[self.kind] = Pass(self.index, mask, position_ids, version, shape, layout)
+        return layout
+
+    def _placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
+        """At the caller's own positions, where those are not simply one after another."""
+        layout, (rotated, evicting) = layout_for(mask, query, key), self.kind
+        if rotated or position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
             return layout
-        return _placed(layout, position_ids, isinstance(self.recipe.mask, (Sink, Lambda)), self.place)
+        return _place(layout, position_ids, evicting)
 
     def asked(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
         """The recipe and the options that `attention` is asked for."""
@@ -147,29 +196,8 @@ def layer_of(module: nn.Module) -> Any:
     return getattr(module, NAME, None)
 
 
-# by the tensor of position ids: the layout it was looked at for, its version then, what came out, and who asked last
-_places: Any = WeakTensorKeyDictionary()
-
-
-def _placed(layout: Layout, position_ids: Tensor | None, evicting: bool, asker: tuple[object, int]) -> Layout:
-    """The layout at the caller's own positions, where those are not simply one after another."""
-    if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
-        return layout
-    if torch.compiler.is_compiling():
-        return _place(layout, position_ids, evicting)
-    # looked at once a forward pass: all layers are handed the same tensor. One made in inference mode has no version to
-    # tell whether it was changed; there a pass goes on as long as later layers of the same model ask
-    timeless = position_ids.is_inference()
-    version = None if timeless else position_ids._version
-    known, then, placed, last = _places.get(position_ids, (None, None, layout, asker))
-    another = timeless and (asker[0] is not last[0] or asker[1] <= last[1])
-    if known is not layout or then != version or another:
-        placed = _place(layout, position_ids, evicting)
-    _places[position_ids] = (layout, version, placed, asker)
-    return placed
-
-
 def _place(layout: Layout, position_ids: Tensor, evicting: bool) -> Layout:
+    """The layout with its queries at these positions."""
     shift = position_ids.to(layout.device) - layout.query
     inside = layout.query >= 0  # not padding on the left
     if layout.framed:

@@ -117,6 +117,8 @@ def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, o
             plans.append(Plan(replace(own, position=None), theta=scaled(position.inner, rope, layer.head_dim)))
         else:
             plans.append(Plan(replace(own, position=position), raw=rope))
+    for plan in plans:  # layers with the same recipe share it: what is kept for one is known at a glance for the others
+        plan.recipe = next(other.recipe for other in plans if other.recipe == plan.recipe)
     return plans
 
 
