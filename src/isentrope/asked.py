@@ -23,6 +23,9 @@ from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
 
 T = TypeVar("T")
+# recipes of one position method that are kept with a layout, as many as a model has layers, and entries of τ of each
+MOST_ASKED = 256
+LARGEST_TAU = 1 << 20
 
 
 def asked_of(
@@ -38,7 +41,7 @@ def asked_of(
     scale: float | None,
     rotated_keys: bool,
 ) -> Unfolded:
-    """What is asked of a backend. All but q, k and v is kept with a layout: a model's layers ask the same again."""
+    """What is asked of a backend. All but q, k and v is kept with its layout: a model's layers ask the same again."""
     lasting = lengths is None and position_ids is None and recipe.lasting and _lasting(call_mask)
     if not lasting or not isinstance(scale, (float, int, NoneType)) or torch.compiler.is_compiling():
         layout, region = geometry(q, k, recipe.mask, call_mask, causal, lengths, position_ids, layout)
@@ -46,16 +49,21 @@ def asked_of(
     if layout is None or (layout.queries, layout.keys) != (q.shape[2], k.shape[2]):
         layout, _ = geometry(q, k, recipe.mask, call_mask, causal, None, None, layout)
 
-    def make() -> tuple[Any, ...]:
+    # recipes with one position method are kept, and let go of, together: the angles, which are large, are the same
+    position = recipe.position
+    token = None if position is None else position.token()
+    group: dict[Any, tuple[Recipe, tuple[Any, ...]]]
+    group = layout.remember(("asked", position, token, q.shape[1], q.shape[3], q.dtype), dict)
+    key = (id(recipe), call_mask, causal, scale, rotated_keys)
+    if (known := group.get(key)) is not None:
+        return Unfolded(q, k, v, layout, *known[1])
+    with torch.inference_mode(False):  # as in `remember`
         _, region = geometry(q, k, recipe.mask, call_mask, causal, None, None, layout)
         asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
+    if len(group) < MOST_ASKED and (asked.tau is None or asked.tau.numel() <= LARGEST_TAU):
         told = asked.meetings, asked.tau, asked.scale, asked.normalise, asked.interleaved
-        return recipe, call_mask, told  # the first two, so that none other can have their place in memory
-
-    token = None if recipe.position is None else recipe.position.token()
-    sizes = (q.shape[1], q.shape[3], q.dtype)
-    known = layout.remember((id(recipe), id(call_mask), token, causal, scale, rotated_keys, *sizes), make)
-    return Unfolded(q, k, v, layout, *known[2])
+        group[key] = recipe, told  # the recipe, so that no other can have its place in memory
+    return asked
 
 
 def _lasting(mask: Mask | None) -> bool:

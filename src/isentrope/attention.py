@@ -34,10 +34,11 @@ MOST_TEXTS = 256
 FEW_QUERIES = 16
 # entries of q: without gradients, more are worked on a few heads at a time
 AT_ONCE = 1 << 27  # of branches, whose parts are held until they are merged
-COUNTED = (1 << 31) - 1  # beyond these FlexAttention counts in 64 bits, and takes twice as long
+COUNTED = (1 << 31) - 1  # of a biased one: beyond these FlexAttention counts in 64 bits, and takes twice as long
 # weights worth having all at once, by measurement: until they leave a CPU's caches, or crowd a GPU's memory
 LARGEST_TABLE = {"cpu": 1 << 22, "cuda": 1 << 29}
 LARGEST_KEPT = 1 << 26  # where a backward will want them again
+NOTHING = Recipe()
 _texts: dict[str, Recipe] = {}
 _announced: set[tuple[str, str]] = set()
 
@@ -100,7 +101,8 @@ def attention(
     _check_shapes(q, k, v)
     with as_given(q):
         asked = asked_of(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
-        most = AT_ONCE if len(asked.meetings) > 1 else COUNTED
+        biased = asked.meetings[0].slopes is not None
+        most = AT_ONCE if len(asked.meetings) > 1 else COUNTED if biased else q.numel()
         options = (dropout, backend, return_lse, return_entropy)
         whole = q.numel() <= most or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if whole or (backend in ("auto", "band") and not return_entropy and banded.alone(asked)):
@@ -139,10 +141,12 @@ def _attended(
 
 def _by_heads(asked: Unfolded, most: int, *options: Any) -> tuple[Tensor, Aux]:
     """A few heads after the others: what is folded, and the branches before they are merged, take that much less."""
-    q, v = asked.q, asked.v
+    q, v, shares = asked.q, asked.v, list(asked.shared_out(most))
+    if len(shares) == 1:
+        return _attended(asked, *options)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     told = []
-    for heads, share in asked.shared_out(most):
+    for heads, share in shares:
         out[:, heads], aux = _attended(share, *options)
         told.append(aux)
     lse, entropy = (
@@ -156,7 +160,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if isinstance(recipe, str):
         return _texts[recipe] if recipe in _texts else _parse(recipe)
     if recipe is None:
-        return Recipe()
+        return NOTHING
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe: expected a Recipe, its text or None, got {recipe!r}")
     return recipe

@@ -20,10 +20,9 @@ from isentrope.region import Region, Span
 PositionIds = Tensor | tuple[Tensor, Tensor]
 Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
-# layouts kept between calls, and what is kept with each: few angles and block masks, which grow with the length, but
-# perhaps a temperature for every layer of a model
+# layouts kept between calls, and what is kept with each: angles and block masks grow with the length
 MOST_LAYOUTS = 2
-MOST_MEMORIES = 128
+MOST_MEMORIES = 16
 _ABSENT = object()
 
 
@@ -137,10 +136,11 @@ class Layout:
         if made is _ABSENT:
             with torch.inference_mode(False):  # or a later call could not save it for its backward
                 made = make()
-            with _lock:
-                self._memory[key] = made
-                while len(self._memory) > MOST_MEMORIES:
-                    del self._memory[next(iter(self._memory))]
+        with _lock:
+            self._memory.pop(key, None)
+            self._memory[key] = made  # the last again
+            while len(self._memory) > MOST_MEMORIES:
+                del self._memory[next(iter(self._memory))]
         return made
 
     @property

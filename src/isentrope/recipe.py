@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,9 +61,12 @@ class Recipe:
                     f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {part!r}"
                 )
         length = getattr(self.temperature, "train_length", None)
-        position = self.position and self.position.resolved(length)
-        # made once, so that it is one and the same in every call
-        object.__setattr__(self, "_resolved", None if position is self.position else replace(self, position=position))
+        position = None if self.position is None else self.position.resolved(length)
+        resolved = None
+        if position is not self.position:
+            resolved = copy(self)
+            vars(resolved).update(position=position, _resolved=None)
+        vars(self)["_resolved"] = resolved  # made once: one and the same in every call
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import isentrope as ise
 from isentrope import compiled
@@ -341,6 +342,13 @@ def test_fold_interpreted(given):
     check_fold(*given, torch.float32, "cpu")
 
 
+@interprets
+def test_interpreted_fold_refuses_derivatives_that_it_does_not_have():
+    x, turn = torch.randn(1, 2, 8, 32), torch.randn(1, 1, 8, 16)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        fold(forward_ad.make_dual(x, torch.randn_like(x)), (turn, turn))
+
+
 def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
     module = importlib.import_module("isentrope.attention")
     q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
@@ -357,3 +365,17 @@ def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
                 torch.testing.assert_close(parts, whole)
                 if told:
                     torch.testing.assert_close((many.lse, many.entropy), (one.lse, one.entropy))
+
+
+def test_more_entries_than_32_bits_count_go_a_few_heads_at_a_time(monkeypatch):
+    module = importlib.import_module("isentrope.attention")
+    q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
+    with torch.no_grad():
+        expected = ise.attention(q, k, v, "alibi", causal=True)
+        monkeypatch.setattr(module, "COUNTED", q.numel() // 3)
+        shares, attended = [], module._attended
+        monkeypatch.setattr(module, "_attended", lambda asked, *rest: shares.append(0) or attended(asked, *rest))
+        torch.testing.assert_close(ise.attention(q, k, v, "alibi", causal=True), expected)
+        assert len(shares) == 3
+    ise.attention(q, k, v, "alibi", causal=True)  # a backward may want all of it
+    assert len(shares) == 4

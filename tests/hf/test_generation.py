@@ -270,6 +270,7 @@ def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
         for count in (1, 2):
             whole(model, ids, position_ids=torch.arange(100)[None])
             assert len(looks) == count
+    assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).together.seen  # nothing is held on to
 
 
 # generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -84,9 +85,11 @@ class Unfolded:
 
     def shared_out(self, most: int) -> Iterator[tuple[slice, Unfolded]]:
         """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
-        groups = self.q.shape[1] // self.k.shape[1]
-        count = max(1, most * self.k.shape[1] // self.q.numel())
-        for first in range(0, self.k.shape[1], count):
+        kv_heads = self.k.shape[1]
+        groups = self.q.shape[1] // kv_heads
+        count = max(1, most * kv_heads // self.q.numel())
+        count = ceil(kv_heads / ceil(kv_heads / count))  # evenly
+        for first in range(0, kv_heads, count):
             keys = slice(first, first + count)
             heads = slice(first * groups, (first + count) * groups)
             tau = self.tau if self.tau is None or self.tau.shape[1] == 1 else self.tau[:, heads]

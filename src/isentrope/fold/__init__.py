@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from isentrope.compiled import compiled, runs_triton
@@ -41,9 +42,9 @@ def fold(
         return x
     cos, sin = (None, None) if turn is None else turn
     if _has_kernel(x, cos, tau, normalise, interleaved):
-        if x.requires_grad and torch.is_grad_enabled():
-            return Folded.apply(x, cos, sin, tau, normalise)
-        return _kernel(x, cos, sin, tau, normalise, back=False)
+        differentiated = (x.requires_grad and torch.is_grad_enabled()) or _transformed()
+        run = Folded.apply if differentiated else _kernel
+        return run(x, cos, sin, tau, normalise)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = compiled(_fold, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
@@ -61,10 +62,17 @@ def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bo
     return not (learns and torch.is_grad_enabled())
 
 
-def _kernel(*given: Any, **options: Any) -> Tensor:
+def _transformed() -> bool:
+    """Whether derivatives are taken forwards, or by torch.func: what a Function refuses, and a launch would not see."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _kernel(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, back: bool = False
+) -> Tensor:
     from isentrope.fold.kernel import launch  # Triton is not everywhere
 
-    return launch(*given, **options)
+    return launch(x, cos, sin, tau, normalise, back)
 
 
 class Folded(torch.autograd.Function):
@@ -75,7 +83,7 @@ class Folded(torch.autograd.Function):
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, tau)
-        return _kernel(x, cos, sin, tau, normalise, back=False)
+        return _kernel(x, cos, sin, tau, normalise)
 
     @staticmethod
     @once_differentiable

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ NO_GRADIENT = "sink logits: a recipe carries them without gradients only; use to
 NAME = "isentrope"  # the attention implementation, and the attribute of an attention layer that holds its `Layer`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Own(Mask):
-    """The mask that a layer had before."""
+    """The mask that a layer had before; made by `_own`, which makes one for all that are equal."""
 
     shown: Region
 
@@ -35,15 +36,15 @@ class Own(Mask):
         return self.shown
 
 
-_own = lru_cache(Own)  # the layers of a model share theirs, which are then told apart at a glance
+_own = cache(Own)
 
 
 class Pass(NamedTuple):
-    """A layer's question where tokens stand, and the answer."""
+    """A layer's question where tokens stand, and the answer, kept no longer than its tensors are."""
 
     layer: int
-    mask: Tensor | None
-    ids: Tensor | None
+    mask: Callable[[], Tensor | None]
+    ids: Callable[[], Tensor | None]
     version: int | None
     shape: tuple[Any, ...]
     layout: Layout
@@ -55,8 +56,24 @@ class Together:
     def __init__(self, count: int) -> None:
         self.count, self.seen = count, dict[Hashable, Pass]()
 
+    def reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
+        """A weak one; with the tensor goes what was seen."""
+        if tensor is None:
+            return _none
+
+        def forget(gone: Any) -> None:
+            last = self.seen.get(kind)
+            if last is not None and (last.mask is gone or last.ids is gone):
+                self.seen.pop(kind, None)
+
+        return weakref.ref(tensor, forget)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Together, (self.count,)
+
+
+def _none() -> None:
+    return None
 
 
 class Layer(nn.Module):
@@ -74,7 +91,8 @@ class Layer(nn.Module):
         self.together, self.index = together, index
         self.recipe, self.native, self.rope, self.backend = recipe, _own(native), rope, backend
         self.causal = all(span.high <= 1 for span in native.spans)
-        self.kind = rope is None, isinstance(recipe.mask, (Sink, Lambda))
+        self.evicting = isinstance(recipe.mask, (Sink, Lambda))
+        self.kind = (rope is None, self.evicting, self.native)
         self.parts = tuple(
             part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
         )
@@ -129,26 +147,27 @@ class Layer(nn.Module):
         seen, last = self.together.seen, self.together.seen.get(self.kind)
         if (
             last is None
-            or last.mask is not mask
-            or last.ids is not position_ids
+            or last.mask() is not mask
+            or last.ids() is not position_ids
             or (last.version, last.shape) != (version, shape)
             or (timeless and last.layer >= self.index)
         ):
             layout = self._placed(query, key, mask, position_ids)
-        else:
-            layout = last.layout
+            held, ids = (self.together.reference(x, self.kind) for x in (mask, position_ids))
+            last = Pass(self.index, held, ids, version, shape, layout)
         if self.index + 1 == self.together.count:
             seen.clear()
         else:
-            seen[self.kind] = Pass(self.index, mask, position_ids, version, shape, layout)
-        return layout
+            seen[self.kind] = Pass(self.index, *last[1:])
+        return last.layout
 
     def _placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
         """At the caller's own positions, where those are not simply one after another."""
-        layout, (rotated, evicting) = layout_for(mask, query, key), self.kind
-        if rotated or position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != layout.queries:
+        layout = layout_for(mask, query, key)
+        if self.rope is None or position_ids is None:
             return layout
-        return _place(layout, position_ids, evicting)
+        fits = position_ids.dim() == 2 and position_ids.shape[1] == layout.queries
+        return _place(layout, position_ids, self.evicting) if fits else layout
 
     def asked(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
         """The recipe and the options that `attention` is asked for."""

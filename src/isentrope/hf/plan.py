@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from isentrope.hf.probe import Attending
 from isentrope.hf.rotary import Native, Rope, fitted, scaled, streaming
 from isentrope.positions import Position, RoPE
-from isentrope.recipe import Recipe
+from isentrope.recipe import KINDS, Recipe
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
@@ -117,9 +117,13 @@ def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, o
             plans.append(Plan(replace(own, position=None), theta=scaled(position.inner, rope, layer.head_dim)))
         else:
             plans.append(Plan(replace(own, position=position), raw=rope))
-    for plan in plans:  # layers with the same recipe share it: what is kept for one is known at a glance for the others
-        plan.recipe = next(other.recipe for other in plans if other.recipe == plan.recipe)
+    for plan in plans:  # layers with the same parts share the recipe: what is kept for one is known for the others
+        plan.recipe = next(other.recipe for other in plans if _same_parts(other.recipe, plan.recipe))
     return plans
+
+
+def _same_parts(one: Recipe, other: Recipe) -> bool:
+    return all(getattr(one, kind) is getattr(other, kind) for kind in KINDS)
 
 
 def _reached(layer: Attending, layers: list[Attending]) -> bool:

@@ -122,7 +122,7 @@ def usual(trained: int, length: int) -> tuple[str, ...]:
     """What is worth trying on a rotary model: windows within its training length, factors that the length asks for."""
     half, most, factor = trained // 2, max(1, trained - 5), f"{length / trained:g}"
     # the smallest with which no distance is farther than three quarters of what the model has seen, whose end is weak
-    group = next(g for g in count(1) if (length - 1) // g + half - half // g <= max(half, 3 * trained // 4))
+    group = next(g for g in count(1) if (length - 1) // g + half - half // g <= 3 * trained // 4)
     return (
         "infoscale",
         f"yarn:factor={factor}+yarntemperature:factor={factor}",
