@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/long-context.md has from a GPU, the most important first. What is measured is kept: run again, it goes on.
+# What docs/long-context.md has from a GPU but for needles (smollm2/README.md), the most important first. What is measured is kept: run again, it goes on.
 #
 #   SMOLLM2=FOLDER TINYLLAMA=FOLDER BOOKS=en_books.jsonl.xz bash docs/results/long.sh OUT [STEP…]
 #
