@@ -56,6 +56,8 @@ def main() -> None:
     if not console.is_terminal or console.width < WIDE:
         console = Console(width=WIDE, force_terminal=False)  # lines as they come, and the table at the end
     rows, left = run(chosen, size, options.out, options.seconds, console, options.match.split(","))
+    if not rows and not left:
+        parser.error(f"--match: expected how a method of {options.only} begins, got {options.match!r}")
     met, missed = (sum(row["met"] is how for row in rows) for how in (True, False))
     failed = sum("failed" in row for row in rows)
     console.print(f"{len(rows)} rows: {met} targets met, {missed} missed, {failed} failed, {len(left)} left out")
