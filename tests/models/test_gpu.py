@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -47,3 +49,23 @@ def test_the_captured_step_is_the_step(recipe, compiled):
     for name, weight in weights.items():
         # eight steps of Adam move an entry by 8e-3 at most; bf16 decides the sign of small gradients
         assert (weight - reference[name]).abs().mean() < 2e-3, name
+
+
+def test_other_threads_pin_memory_while_the_step_is_captured():
+    """What `ahead` does; CUDA lets nobody allocate by default, and the capture fails."""
+    closed, kept = Event(), []
+
+    def pin():
+        while not closed.wait(1e-3):
+            kept.append(torch.empty(1 << 12).pin_memory())
+        kept.append("ended well")
+
+    thread = Thread(target=pin)
+    thread.start()
+    try:
+        losses, _ = trained("rope", compiled=False)
+    finally:
+        closed.set()
+        thread.join()
+    assert kept[-1] == "ended well"
+    assert losses.isfinite().all()

@@ -116,7 +116,8 @@ class Stepper:
         else:
             self.optimizer.zero_grad()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.side):  # where autograd's nodes were made
+            # on the stream where autograd's nodes were made, while another thread may pin the next batches
+            with torch.cuda.graph(self.graph, stream=self.side, capture_error_mode="thread_local"):
                 self.output.copy_(self._update(self.inputs))
             self.graph.replay()  # capturing runs nothing
         return self.output.clone()
