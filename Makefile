@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # the newest of what is installed and what asks for it
 READY := $(VENV)/.ready
+# packages are installed without bytecode: written at the first import, it is there for every process after that
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint format bench clean
 .DEFAULT_GOAL := demo

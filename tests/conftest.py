@@ -33,9 +33,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.filterwarnings(*WORDS))
     # the longest files first, so that no worker is left with one at the end
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
-    if dropped:
+    if gone := set(dropped):
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 out=${1:?"expected a folder for the results"}
 steps=("${@:2}")
-[ ${#steps[@]} -gt 0 ] || steps=(smollm2 calibrate-selfextend calibrate-rerope smollm2-131k tinyllama-8k tinyllama-32k)
+[ ${#steps[@]} -gt 0 ] || steps=(smollm2 calibrate-selfextend calibrate-rerope smollm2-131k tinyllama-8k tinyllama-32k
+    smollm2-groups smollm2-131k-groups tinyllama-8k-groups tinyllama-32k-groups)
 mkdir -p "$out"
 export SMOLLM2 TINYLLAMA NOVELS PAIRS  # for the plans
 [ -z "${SMOLLM2:-}" ] || SMOLLM2=$(realpath "$SMOLLM2")  # one that is not given is missed where a step wants it
