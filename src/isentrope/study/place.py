@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,12 @@ def config_of(kind: type[PreTrainedConfig], model: str | Path) -> Any:
 def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a causal model, None for GAU-α; other kinds are refused."""
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    found = PreTrainedConfig.get_config_dict(check_model(model), **options)[0]
+    with reading_once():
+        return _causal_config(check_model(model), options)
+
+
+def _causal_config(model: str, options: dict[str, str]) -> PreTrainedConfig | None:
+    found = PreTrainedConfig.get_config_dict(model, **options)[0]
     if not found:
         raise ValueError(f"{model}: expected a model, got no config.json")
     kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
@@ -80,10 +88,30 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
     # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
     unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
+    with reading_once():
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """A GGUF file is read once, and its tensors' names are listed once: transformers does the first for the
+    configuration and again for the weights, the second for every module, which takes longer than all the rest."""
+    try:
+        import gguf
+    except ImportError:  # told where a file is to be read
+        yield
+        return
+    own = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in own.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(gguf, name, function)
 
 
 def check_tokens(folder: Path, tokenizer: Any) -> None:
