@@ -55,46 +55,6 @@ def config_of(kind: type[PreTrainedConfig], model: str | Path) -> Any:
     return kind.from_pretrained(model)
 
 
-def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
-    """The configuration of a causal model, None for GAU-α; other kinds are refused."""
-    options = {"gguf_file": gguf_file} if gguf_file else {}
-    with reading_once():
-        return _causal_config(check_model(model), options)
-
-
-def _causal_config(model: str, options: dict[str, str]) -> PreTrainedConfig | None:
-    found = PreTrainedConfig.get_config_dict(model, **options)[0]
-    if not found:
-        raise ValueError(f"{model}: expected a model, got no config.json")
-    kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
-    if kind == GAUAlphaConfig.model_type:
-        return None
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    # some kinds may be read either way: a BERT for masked tokens would load, and look ahead
-    saved = found.get("architectures") or [causal]
-    if causal is None or causal not in saved:
-        what = ", ".join(filter(None, saved)) or kind
-        raise ValueError(f"model: expected a causal one or GAU-α, got {what} in {model}")
-    return AutoConfig.from_pretrained(model, **options)
-
-
-def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrainedModel:
-    """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
-    name = check_model(name)
-    if gguf_file is None:
-        saved = PreTrainedConfig.get_config_dict(name)[0].get(NAME)
-        model: Any = (load if saved else AutoModelForCausalLM.from_pretrained)(name, dtype=dtype)
-        return model
-    # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
-    unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
-    options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    with reading_once():
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(model)
-    return model
-
-
 @contextmanager
 def reading_once() -> Iterator[None]:
     """A GGUF file is read once, and its tensors' names are listed once: transformers does the first for the
@@ -112,6 +72,42 @@ def reading_once() -> Iterator[None]:
     finally:
         for name, function in own.items():
             setattr(gguf, name, function)
+
+
+@reading_once()
+def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
+    """The configuration of a causal model, None for GAU-α; other kinds are refused."""
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    found = PreTrainedConfig.get_config_dict(check_model(model), **options)[0]
+    if not found:
+        raise ValueError(f"{model}: expected a model, got no config.json")
+    kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
+    if kind == GAUAlphaConfig.model_type:
+        return None
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    # some kinds may be read either way: a BERT for masked tokens would load, and look ahead
+    saved = found.get("architectures") or [causal]
+    if causal is None or causal not in saved:
+        what = ", ".join(filter(None, saved)) or kind
+        raise ValueError(f"model: expected a causal one or GAU-α, got {what} in {model}")
+    return AutoConfig.from_pretrained(model, **options)
+
+
+@reading_once()
+def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrainedModel:
+    """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
+    name = check_model(name)
+    if gguf_file is None:
+        saved = PreTrainedConfig.get_config_dict(name)[0].get(NAME)
+        model: Any = (load if saved else AutoModelForCausalLM.from_pretrained)(name, dtype=dtype)
+        return model
+    # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
+    unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
+    options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+    return model
 
 
 def check_tokens(folder: Path, tokenizer: Any) -> None:
