@@ -14,14 +14,14 @@ import isentrope
 SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
-    ("parts", "region", "precision", "compiled", "files"),
+    ("parts", "region", "precision", "compiled", "files", "imports"),
     ("scores", "masks", "temperatures", "positions", "theory", "layout"),
     ("recipe", "fold"),
     ("backends",),
     ("asked",),
     ("attention",),
     ("hf", "models", "data"),
-    ("study",),
+    ("study", "saved_config", "run"),
     ("report",),
     ("cli",),
 )

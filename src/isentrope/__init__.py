@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
+from isentrope.imports import after_import
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
 from isentrope.recipe import Recipe
@@ -61,7 +62,7 @@ __all__ = [
 
 # loaded when asked for: they bring scipy, or transformers
 _LATER = {"theory": "isentrope.theory", "PoSECollator": "isentrope.data.collate"} | dict.fromkeys(
-    ("StreamingCache", "describe", "extend", "extended", "load", "restore"), "isentrope.hf"
+    ("StreamingCache", "describe", "export", "extend", "extended", "load", "restore"), "isentrope.hf"
 )
 
 
@@ -77,3 +78,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
     module = import_module(_LATER[name])
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
+
+
+# folders of extended models have a model type of their own, which transformers knows from here on
+after_import("transformers.models.auto.configuration_auto", lambda: import_module("isentrope.saved_config"))

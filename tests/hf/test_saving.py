@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -144,7 +142,7 @@ def test_weights_keep_their_names(recipe, tmp_path):
 @pytest.mark.parametrize("recipe", ["rerope:window=32", "clex+ssmax"])
 def test_no_pickles(recipe, tmp_path):
     extend(llama(), recipe).save_pretrained(tmp_path)
-    assert {path.suffix for path in tmp_path.rglob("*")} == {".json", ".safetensors"}
+    assert {path.suffix for path in tmp_path.rglob("*")} == {".json", ".safetensors", ".md"}
 
 
 @pytest.mark.parametrize("recipe", ["rerope:window=32", *LEARNING])
@@ -250,16 +248,6 @@ def test_a_folder_without_a_recipe_is_refused(note, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="recipe"):
         ise.load(tmp_path)
-
-
-def test_loading_without_the_recipe_fails(tmp_path):
-    """With isentrope at hand the model does not run; without, it does not load."""
-    ise.extend(llama(), "rerope:window=32").save_pretrained(tmp_path)
-    with pytest.raises((RuntimeError, ValueError), match="isentrope"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)(tokens(1, 8))
-    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
-    ran = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
-    assert ran.returncode != 0 and "isentrope" in ran.stderr
 
 
 @pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification, LlamaForTokenClassification])

@@ -2,6 +2,8 @@
 
 from isentrope.hf.cache import StreamingCache
 from isentrope.hf.describe import describe
-from isentrope.hf.extend import extend, extended, load, restore
+from isentrope.hf.export import export
+from isentrope.hf.extend import extend, extended, restore
+from isentrope.hf.loading import load
 
-__all__ = ["StreamingCache", "describe", "extend", "extended", "load", "restore"]
+__all__ = ["StreamingCache", "describe", "export", "extend", "extended", "load", "restore"]

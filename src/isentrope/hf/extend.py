@@ -1,28 +1,25 @@
-"""Any transformers model under a recipe: extend, restore, load."""
+"""Any transformers model under a recipe: extend, restore."""
 
 from __future__ import annotations
 
 import copy
-import json
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.attention import BACKENDS
+from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.layer import NAME, Layer, Together
 from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
 from isentrope.hf.rotary import SHARED, Rope
+from isentrope.hf.saved_models import config_class
 from isentrope.positions import CLEX
 from isentrope.precision import readable
 from isentrope.recipe import Recipe
@@ -61,10 +58,22 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
         raise ValueError("model: a model inside it is already extended; restore that one first")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    if (outer := _outer(inner)) is not None:
+        raise ValueError(
+            f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
+        )
+    return extend_checked(model, inner, recipe, backend, allow_untrained)
+
+
+def extend_checked(
+    model: Model, inner: PreTrainedModel, recipe: Recipe | str, backend: str, allow_untrained: bool | None = None
+) -> Model:
+    """Extend a model that is not. allow_untrained: None where nobody need be told what the model was trained with."""
     kind, layers = inner.config.model_type, probe(inner)
     recipe = read(recipe, inner.config.get_text_config(), layers)
     check(recipe, kind, layers)
-    check_trained(recipe, kind, allow_untrained)
+    if allow_untrained is not None:
+        check_trained(recipe, kind, allow_untrained)
     _extend(model, inner, Extension(recipe, kind, layers), backend)
     return model
 
@@ -88,33 +97,6 @@ def extended(model: Model, recipe: Recipe | str, **options: Any) -> Iterator[Mod
             restore(model)
 
 
-def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """A model saved by `save_pretrained` after `extend`, extended again; a folder or a name on the hub.
-
-    options go to `from_pretrained`. Raises ValueError where there is no recipe, or its learned parameters are missing.
-    """
-    config = copy.deepcopy(options.pop("config", None)) or AutoConfig.from_pretrained(folder, **_hub(options))
-    saved = getattr(config, NAME, None)
-    if not isinstance(saved, dict) or "recipe" not in saved:
-        raise ValueError(f"{folder}: expected a config.json with an isentrope recipe, got none; was it extended?")
-    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
-        _unmark(each)
-    kind = getattr(transformers, (config.architectures or ["?"])[0], None)
-    if kind is None:
-        raise ValueError(f"{folder}: expected an architecture of transformers, got {config.architectures}")
-    recipe = Recipe.from_dict(saved["recipe"])
-    options.setdefault("attn_implementation", "sdpa" if kind._supports_sdpa else "eager")
-    model: PreTrainedModel = kind.from_pretrained(folder, config=config, **options)
-    layers = probe(model)
-    recipe = read(recipe, model.config.get_text_config(), layers)
-    check(recipe, model.config.model_type, layers)
-    state = Extension(recipe, model.config.model_type, layers)
-    _extend(model, model, state, saved.get("backend", "auto"))
-    if recipe.learned:
-        _load_learned(model, folder, _hub(options))
-    return model
-
-
 def extension(model: nn.Module) -> Extension:
     """How a model was extended, or an error."""
     state = _state(_inner(model))
@@ -127,6 +109,20 @@ def _inner(model: Any) -> Any:
     """The transformers model in a wrapper such as PEFT's, or None."""
     found = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in found if isinstance(module, PreTrainedModel)), None)
+
+
+def _outer(inner: PreTrainedModel) -> PreTrainedModel | None:
+    """The transformers model that a model without a head is part of, or None; modules do not know theirs."""
+    if inner.base_model is not inner:
+        return None
+    for collect in (False, True):
+        if collect:  # it may be one that nobody holds any more
+            gc.collect()
+        models = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and "_modules" in vars(x)]
+        found = next((x for x in models if x is not inner and any(part is inner for part in x.modules())), None)
+        if found is None:
+            return None
+    return found
 
 
 def _state(inner: Any) -> Extension | None:
@@ -145,7 +141,7 @@ def _extend(model: nn.Module, inner: PreTrainedModel, state: Extension, backend:
 
 
 def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: list[Plan], backend: str) -> None:
-    # attn_implementation in config.json: loading without the recipe fails, instead of running without it
+    # attn_implementation in config.json: a class of transformers by itself does not run it, see saved_models.py
     marks = {NAME: {"recipe": state.recipe.to_dict(), "backend": backend}, "attn_implementation": NAME}
     _own_configs(model, inner, state, marks)
     if isinstance(state.recipe.position, CLEX):
@@ -167,6 +163,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     for module, types in raw.items():
         state.handles.append(module.register_forward_hook(_Unrotated(types, consecutive), with_kwargs=True))
     state.handles.append(inner.base_model.register_forward_pre_hook(_still_ours))
+    state.handles.append(inner.register_state_dict_pre_hook(mark_adapters))
 
 
 class _Unrotated:
@@ -209,8 +206,10 @@ def _own_configs(model: nn.Module, inner: PreTrainedModel, state: Extension, mar
     state.configs = []
     for before, after in zip(old, copy.deepcopy(old), strict=True):
         after._attn_implementation = NAME
-        for name, value in marks.items() if before is inner.config else ():
-            setattr(after, name, value)
+        if before is inner.config:
+            after.__class__ = config_class(type(after))
+            for name, value in marks.items():
+                setattr(after, name, value)
         state.configs.append((before, after, copy.deepcopy(after.__dict__)))
     _point(model, {id(before): after for before, after, _ in state.configs})
 
@@ -225,6 +224,7 @@ def _point(model: nn.Module, to: dict[int, PreTrainedConfig]) -> None:
 def _undo(model: nn.Module, inner: PreTrainedModel, state: Extension) -> None:
     for handle in state.handles:
         handle.remove()
+    unmark_adapters(inner)
     for rope, theta, scaling in state.frequencies:
         rope.write(theta.to(rope.theta.dtype), scaling)  # as the model has been moved since
     for layer in state.layers:
@@ -238,45 +238,3 @@ def _undo(model: nn.Module, inner: PreTrainedModel, state: Extension) -> None:
             if not isinstance(value, PreTrainedConfig) and (name not in then or then[name] != value):
                 setattr(before, name, value)
     _point(model, {id(after): before for before, after, _ in state.configs})
-
-
-def _unmark(config: PreTrainedConfig) -> None:
-    for name in (NAME, "attn_implementation"):
-        if name in config.__dict__:
-            delattr(config, name)
-    config._attn_implementation = None
-
-
-def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: options[key]
-        for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-        if key in options
-    }
-
-
-def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
-    """Parameters of the recipe, which transformers does not know."""
-    wanted = {name: x for name, x in model.named_parameters() if f"{NAME}." in name or name.startswith(SHARED)}
-    found: dict[str, Tensor] = {}
-    for path in _weights(folder, hub):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in set(file.keys()) & set(wanted)}
-    for name, x in wanted.items():
-        if name not in found:
-            raise ValueError(f"{folder}: expected the recipe's parameter {name} among its weights, got none")
-        if found[name].shape != x.shape:
-            raise ValueError(f"{folder}: expected {name} of shape {tuple(x.shape)}, got {tuple(found[name].shape)}")
-        x.data = found[name].to(x.device)
-
-
-def _weights(folder: str | Path, hub: dict[str, Any]) -> list[str]:
-    """The files of a model's weights, in a folder or on the hub."""
-    options = hub | {"_raise_exceptions_for_missing_entries": False}
-    # an index may have stayed behind when a model was saved anew in one file
-    if (single := cached_file(folder, SAFE_WEIGHTS_NAME, **options)) is not None:
-        return [single]
-    if (index := cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
-        raise ValueError(f"{folder}: expected weights as safetensors, got none")
-    names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    return [str(cached_file(folder, name, **hub)) for name in names]

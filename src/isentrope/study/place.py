@@ -16,8 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from isentrope.files import complete
-from isentrope.hf.extend import extend, load
+from isentrope.hf.extend import extend
 from isentrope.hf.layer import NAME
+from isentrope.hf.loading import load
 from isentrope.models import GAUAlphaConfig
 from isentrope.recipe import Recipe
 

@@ -15,8 +15,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from isentrope import __version__
-from isentrope.hf.extend import extend, extension, load
+from isentrope.hf.extend import extend, extension
 from isentrope.hf.layer import NAME
+from isentrope.hf.loading import load
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
 from isentrope.study.causal.perplexity import PLAIN, check_recipes

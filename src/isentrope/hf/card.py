@@ -1,0 +1,86 @@
+"""The model card of an extended model: what it is, what was measured, how to load it."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from isentrope.files import complete
+from isentrope.hf.layer import NAME
+from isentrope.recipe import KINDS, Recipe
+
+CARD = "README.md"
+WRITTEN_BY_US = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"
+
+
+def write_card(folder: Path, config: Any) -> None:
+    """Write README.md, unless there is one that somebody wrote."""
+    path = folder / CARD
+    if path.exists() and WRITTEN_BY_US not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    with complete(path) as partial:
+        partial.write_text(render_card(config), encoding="utf-8")
+
+
+def render_card(config: Any) -> str:
+    saved: dict[str, Any] = getattr(config, NAME)
+    recipe = Recipe.from_dict(saved["recipe"])
+    base = str(getattr(config, "name_or_path", "") or "")
+    on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
+    parts = [part for kind in KINDS if (part := getattr(recipe, kind)) is not None]
+    lines = [
+        "---",
+        "library_name: transformers",
+        *([f"base_model: {base}"] if on_hub else []),
+        "tags:",
+        "- isentrope",
+        "- long-context",
+        "---",
+        WRITTEN_BY_US,
+        "",
+        f"# {base.rstrip('/').rpartition('/')[2] or config.model_type}, extended",
+        "",
+        f"A {config.model_type} model whose attention follows the recipe `{_shorten(str(recipe))}` "
+        "([isentrope](https://pypi.org/project/isentrope/)). The weights are those of the model it was made from.",
+        "",
+        "| part | what it does |",
+        "|---|---|",
+        *(f"| `{_shorten(str(part))}` | {_summary(part)} |" for part in parts),
+        *(["| `plain` | nothing changed |"] if not parts else []),
+        "",
+        "## Load it",
+        "",
+        "```python",
+        "import isentrope  # pip install 'isentrope[hf]'; without it the model type is unknown and loading fails",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("this folder")  # or isentrope.load("this folder")',
+        "print(isentrope.describe(model))",
+        "```",
+        "",
+        "Programs that do not import isentrope run through it: `python -m isentrope.run transformers serve FOLDER`.",
+        "",
+        "## Measured",
+        "",
+        *_measured(saved.get("measured")),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(rows: list[dict[str, Any]] | None) -> list[str]:
+    if not rows:
+        return ["Nothing was measured when this was saved: `isentrope evaluate MODEL --data TEXTS` compares recipes."]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    body = ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
+
+
+def _shorten(text: str, most: int = 160) -> str:
+    """Recipes with tables of fitted temperatures are long."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _summary(part: object) -> str:
+    text = inspect.getdoc(type(part)) or type(part).__name__
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")

@@ -1,0 +1,213 @@
+"""Saved models: a config.json that only isentrope reads, and classes through which transformers loads it.
+
+In memory an extended model keeps its class, and its config the model type it had. In config.json the model type is
+`isentrope`, architectures are called `Isentrope…`, and every rope type is `isentrope`: a program that does not know the
+recipe finds a type it does not know, whichever of them it goes by, and cannot run the plain model instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from isentrope.hf.card import write_card
+from isentrope.hf.layer import NAME
+
+MODEL_TYPE = "isentrope"
+PREFIX = "Isentrope"
+ROPE_TYPE = "rope_type"
+BASE_ROPE_TYPE = "isentrope_rope_type"
+# not "model_type": transformers looks for that in inner dictionaries, and would take this one for the model's config
+BASE_MODEL_TYPE = "base_model_type"
+AUTO_MODULE = "isentrope_auto"  # the module beside config.json of a model saved for trust_remote_code
+TO_LOAD = "load it with isentrope.load(folder), or with an Auto class after `import isentrope`"
+
+
+class ExtendedConfig:
+    """A mixin for the config of an extended model: marked in config.json, as it was in memory."""
+
+    def to_json_string(self, *args: Any, **options: Any) -> str:
+        plain = json.loads(super().to_json_string(*args, **options))  # type: ignore[misc]
+        return json.dumps(add_marks(plain), indent=2, sort_keys=True) + "\n"
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **options: Any) -> None:
+        super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+        write_card(Path(save_directory), self)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        return AutoConfig.from_pretrained(*args, **options)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        return read_config(config_dict, **options)
+
+
+class ExtendedModel:
+    """A mixin for the class that transformers finds for such a config: it makes the plain model, and extends it.
+
+    What comes out is of the model's own class: pipelines, trainers and adapters go by that.
+    """
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+        from isentrope.hf.loading import load_as
+
+        if config is None:
+            config = AutoConfig.from_pretrained(folder)
+        return load_as(_base(cls), folder, *args, config=config, **options)
+
+    @classmethod
+    def _from_config(cls, config: Any, **options: Any) -> Any:
+        from isentrope.hf.loading import extend_as_saved
+
+        _check_implementation(options.pop("attn_implementation", None))
+        saved = read_recipe(config, "config")
+        model = _base(cls)._from_config(without_marks(config), **options)  # type: ignore[attr-defined]
+        return extend_as_saved(model, saved)
+
+
+def add_marks(config: dict[str, Any]) -> dict[str, Any]:
+    """A plain config.json with the marks that other programs cannot miss."""
+    marked = _map_rope(config, lambda rope: rope | {ROPE_TYPE: MODEL_TYPE, BASE_ROPE_TYPE: rope[ROPE_TYPE]})
+    marked[NAME] = config[NAME] | {BASE_MODEL_TYPE: config["model_type"]}
+    marked["model_type"] = MODEL_TYPE
+    marked["architectures"] = [PREFIX + name for name in config.get("architectures") or []]
+    return marked
+
+
+def remove_marks(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the model that was extended; one without marks as it is."""
+    if config.get("model_type") != MODEL_TYPE:
+        return config
+    saved = config.get(NAME)
+    if not isinstance(saved, dict) or not isinstance(saved.get(BASE_MODEL_TYPE), str):
+        raise ValueError(f"config.json: expected a recipe and a {BASE_MODEL_TYPE} under {NAME!r}, got {saved!r:.200}")
+
+    def restore(rope: dict[str, Any]) -> dict[str, Any]:
+        given = rope | {ROPE_TYPE: rope.get(BASE_ROPE_TYPE, rope[ROPE_TYPE])}
+        given.pop(BASE_ROPE_TYPE, None)
+        return given
+
+    plain = _map_rope(config, restore)
+    plain["model_type"] = saved[BASE_MODEL_TYPE]
+    plain["architectures"] = [name.removeprefix(PREFIX) for name in config.get("architectures") or []]
+    plain.pop("attn_implementation", None)
+    if AUTO_MODULE in str(plain.get("auto_map")):
+        plain.pop("auto_map")
+    return plain
+
+
+def _map_rope(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of nested dictionaries with every one that names a rope type changed; recipes name none."""
+    if not isinstance(config, dict):
+        return copy.deepcopy(config)
+    inner = {key: _map_rope(value, change) for key, value in config.items()}
+    return change(inner) if isinstance(inner.get(ROPE_TYPE), str) else inner
+
+
+def read_config(config_dict: dict[str, Any], **options: Any) -> Any:
+    """The config of an extended model from config.json, for `AutoConfig`."""
+    _check_implementation(options.pop("attn_implementation", None))
+    plain = remove_marks(config_dict)
+    if plain["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"config.json: the model that was extended is a {plain['model_type']!r}, unknown here")
+    made = CONFIG_MAPPING[plain["model_type"]].from_dict(plain, **options)
+    config = made[0] if isinstance(made, tuple) else made
+    config.__class__ = config_class(type(config))
+    # programs that look a class up by its name in transformers find the one that extends
+    config.architectures = [PREFIX + name for name in config.architectures or []]
+    return made
+
+
+def read_recipe(config: PreTrainedConfig, where: str | Path) -> dict[str, Any]:
+    """What a saved config says of its recipe, or an error."""
+    saved = getattr(config, NAME, None)
+    if not isinstance(saved, dict) or "recipe" not in saved:
+        raise ValueError(f"{where}: expected a config.json with an isentrope recipe, got none; was it extended?")
+    return saved
+
+
+def without_marks(config: PreTrainedConfig) -> Any:
+    """A copy of a config, without a recipe and as the model had it before."""
+    config = copy.deepcopy(config)
+    if isinstance(config, ExtendedConfig):
+        config.__class__ = _base(type(config))
+        config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or []]
+    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for name in (NAME, "attn_implementation"):
+            if name in each.__dict__:
+                delattr(each, name)
+        each._attn_implementation = None
+    return config
+
+
+def _check_implementation(name: str | dict[str, str] | None) -> None:
+    if name not in (None, NAME):
+        raise ValueError(
+            f"attn_implementation: expected none, since this model was saved with a recipe that {name!r} would drop; "
+            "leave it out, or load it with isentrope.load and take the recipe off with isentrope.restore"
+        )
+
+
+def _base(extended: type) -> type:
+    """The class of transformers that a class made here extends."""
+    return extended.__mro__[2]
+
+
+@cache
+def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """`base` with marks in config.json, registered with every Auto class that knows `base`."""
+    # with its own __init__: transformers would make one for a class without
+    body = {"__init__": base.__init__, "__module__": __name__}  # type: ignore[misc]
+    made: Any = type(PREFIX + base.__name__, (ExtendedConfig, base), body)
+    autos: Any = [x for x in vars(modeling_auto).values() if isinstance(x, type) and issubclass(x, _BaseAutoModelClass)]
+    for auto in autos:
+        if auto._model_mapping is not None and base in auto._model_mapping:
+            auto.register(made, _model_classes(auto._model_mapping[base], made), exist_ok=True)
+    for mapping in (TOKENIZER_MAPPING, PROCESSOR_MAPPING):
+        if base in mapping:
+            mapping.register(made, mapping[base], exist_ok=True)
+    return made
+
+
+def _model_classes(base: Any, config: type[PreTrainedConfig]) -> Any:
+    if isinstance(base, (tuple, list)):
+        return tuple(_model_class(one, config) for one in base)
+    return _model_class(base, config)
+
+
+@cache
+def _model_class(base: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    body = {"config_class": config, "__module__": __name__}
+    made: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
+    setattr(transformers, made.__name__, made)
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """Classes made here, by name: a pickled config is read in another process."""
+    base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if isinstance(base, type) and issubclass(base, PreTrainedConfig):
+        return config_class(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _refuse_rope(*args: Any, **options: Any) -> NoReturn:
+    raise ValueError(f"this model was saved with an isentrope recipe, which its class alone does not apply: {TO_LOAD}")
+
+
+ROPE_INIT_FUNCTIONS[MODEL_TYPE] = _refuse_rope

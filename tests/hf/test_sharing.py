@@ -1,0 +1,378 @@
+"""A saved recipe cannot be lost: other tools apply it, or refuse the folder by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+import isentrope as ise
+from isentrope.hf.card import CARD
+from isentrope.hf.saved_models import MODEL_TYPE, add_marks, remove_marks
+
+from .tiny import TRAINED, VOCABULARY, llama, tokens
+
+LONG = 80  # past the length of the tiny model
+RECIPE = "rerope:window=32+infoscale"
+
+
+@pytest.fixture
+def model():
+    return ise.extend(llama(), RECIPE)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "longer")
+    return tmp_path / "longer"
+
+
+def save_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2").save_pretrained(folder)
+
+
+def as_saved_before(folder):
+    """A folder as it was written before there was a model type for it."""
+    config = remove_marks(json.loads((folder / "config.json").read_text()))
+    config["attn_implementation"] = "isentrope"
+    del config["isentrope"]["base_model_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": None}, {"attn_implementation": "isentrope"}], ids=str)
+def test_auto_classes_give_the_extended_model(options, model, folder):
+    ids = tokens(1, LONG)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert not torch.equal(llama()(ids).logits, model(ids).logits)
+    assert (
+        type(loaded) is LlamaForCausalLM and loaded.config.model_type == "llama"
+    )  # adapters and pipelines go by these
+    assert str(ise.describe(loaded)) == str(ise.describe(model))
+    hidden = AutoModel.from_pretrained(folder, **options)(ids).last_hidden_state
+    assert torch.equal(loaded.lm_head(hidden), model(ids).logits)
+
+
+def test_other_heads_and_loading_info(folder):
+    ids = tokens(1, LONG)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=3, output_loading_info=True
+    )
+    assert str(ise.describe(classifier).recipe).startswith("rerope:window=32+infoscale") and info["missing_keys"]
+    assert classifier(ids).logits.shape == (1, 3)
+
+
+def test_the_class_that_architectures_names(model, folder):
+    """As servers look it up."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    loaded = kind.from_pretrained(folder, attn_implementation=None)
+    assert torch.equal(loaded(tokens(1, LONG)).logits, model(tokens(1, LONG)).logits)
+
+
+def test_a_model_from_its_config(model, folder):
+    for config in (AutoConfig.from_pretrained(folder), model.config, pickle.loads(pickle.dumps(model.config))):
+        fresh = AutoModelForCausalLM.from_config(config)
+        assert str(ise.describe(fresh)) == str(ise.describe(model))
+
+
+def test_learned_parameters_come_along(tmp_path):
+    ids = tokens(1, LONG)
+    with pytest.warns(UserWarning, match="not trained with"):
+        model = ise.extend(llama(), "rerope:window=16+ssmax", allow_untrained=True)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x.add_(0.1 if "isentrope" in name else 0)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_another_implementation_is_refused(implementation, folder):
+    with pytest.raises(ValueError, match="recipe that"):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+    with pytest.raises(ValueError, match="isentrope recipe"):
+        LlamaForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+
+
+def test_programs_without_isentrope_refuse_the_folder_by_name(folder):
+    """Auto classes by the model type; a class of transformers, told how to attend, by the rope type."""
+    code = (
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
+        "for kind, options in ((AutoModelForCausalLM, {}), (LlamaForCausalLM, {'attn_implementation': 'sdpa'}),\n"
+        "                      (LlamaForCausalLM, {})):\n"
+        "    try:\n"
+        "        kind.from_pretrained(sys.argv[1], **options)\n"
+        "    except Exception as error:\n"
+        "        assert 'isentrope' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError(f'{kind} loads the plain model')\n"
+        "assert not any(name.startswith('isentrope') for name in sys.modules)\n"
+        "import isentrope, torch  # from here on it is known\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "assert 'rerope' in str(isentrope.describe(model))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_isentrope_imported_before_transformers(folder):
+    """Importing it loads no transformers, and whoever loads that later finds the model type."""
+    code = (
+        "import sys, isentrope\n"
+        "assert 'transformers' not in sys.modules\n"
+        "from transformers import AutoConfig\n"
+        "import transformers.models.auto.configuration_auto as module\n"
+        "assert type(module.__loader__).__name__ == 'SourceFileLoader'\n"
+        "assert 'isentrope.hf' not in sys.modules\n"
+        "assert AutoConfig.from_pretrained(sys.argv[1]).isentrope['recipe']['position']['window'] == 32\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_launcher(folder, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=None)\n"
+        "print(sys.argv[1:], model.config._attn_implementation)\n"
+    )
+    command = [sys.executable, "-m", "isentrope.run", script, folder]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == f"['{folder}'] isentrope"
+
+
+def test_what_the_launcher_runs(capsys, monkeypatch):
+    from isentrope import run
+
+    monkeypatch.setattr(sys, "argv", [])
+    assert run.main([]) == 2 and run.main(["-m"]) == 2
+    assert run.main(["--help"]) == 0 and "SCRIPT.py" in capsys.readouterr().out
+    assert run.main(["no-such-program"]) == 2 and "no-such-program" in capsys.readouterr().err
+    run.main(["-m", "this"])
+    assert "Zen" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run.main(["transformers", "version", "--help"])
+    assert sys.argv == ["transformers", "version", "--help"]
+
+
+def test_pipeline(model, folder):
+    save_tokenizer(folder)
+    generate = pipeline("text-generation", model=str(folder))
+    text = " ".join(f"w{3 + i % 90}" for i in range(LONG))
+    (said,) = generate(text, max_new_tokens=4, do_sample=False, return_full_text=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=2)
+    assert said["generated_text"].split() == tokenizer.decode(expected[0, LONG:]).split()
+    assert "rerope" in str(ise.describe(generate.model))
+
+
+def test_folders_of_before_still_load(model, folder):
+    ids = tokens(1, LONG)
+    as_saved_before(folder)
+    assert AutoConfig.from_pretrained(folder).model_type == "llama"
+    assert torch.equal(ise.load(folder)(ids).logits, model(ids).logits)
+    with pytest.raises(RuntimeError, match="isentrope"):
+        AutoModelForCausalLM.from_pretrained(folder)(ids)
+
+
+def test_marks_come_off_as_they_went_on():
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForCausalLM"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding": {"rope_type": "default"},
+        },
+        "text_config": {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "yarn"}, "layers": [1, 2]},
+        "isentrope": {"recipe": {}, "backend": "auto"},
+    }
+    marked = add_marks(config)
+    assert marked["model_type"] == MODEL_TYPE and marked["architectures"] == ["IsentropeGemma3ForCausalLM"]
+    assert json.dumps(marked).count('"rope_type": "isentrope"') == 3
+    plain = remove_marks(marked)
+    assert plain["isentrope"].pop("base_model_type") == "gemma3"
+    assert plain == config
+
+
+@pytest.mark.parametrize("note", [None, {}, {"recipe": {}}, {"base_model_type": "no-such"}, {"base_model_type": 3}])
+def test_a_broken_note_is_refused(note, folder):
+    config = json.loads((folder / "config.json").read_text()) | {"isentrope": note}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"recipe|no-such"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_part_of_a_model_is_not_extended():
+    """What holds it would be saved without the recipe."""
+    whole = llama()
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        ise.extend(whole.model, RECIPE)
+    assert torch.equal(whole(tokens(1, LONG)).logits, llama()(tokens(1, LONG)).logits)
+    part = whole.model
+    del whole
+    ise.extend(part, RECIPE)
+
+
+def test_card(folder, model):
+    card = (folder / CARD).read_text()
+    assert "rerope:window=32" in card and "infoscale:train_length=64" in card and "Nothing was measured" in card
+    model.config.isentrope["measured"] = [{"tokens": "64–128", "plain": 50.1, "extended": 3.2}]
+    model.save_pretrained(folder)
+    assert "| 64–128 | 50.1 | 3.2 |" in (folder / CARD).read_text()
+    (folder / CARD).write_text("my own")
+    model.save_pretrained(folder)
+    assert (folder / CARD).read_text() == "my own"
+    ise.restore(model)
+    (folder / CARD).unlink()
+    model.save_pretrained(folder)
+    assert not (folder / CARD).exists()
+
+
+def adapted(base, recipe=RECIPE):
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(base if recipe is None else ise.extend(base, recipe), lora).eval()
+
+
+def test_an_adapter_keeps_the_recipe_of_its_base(tmp_path):
+    ids = tokens(1, LONG)
+    llama().save_pretrained(tmp_path / "base")
+    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = ise.load(tmp_path / "adapter")
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and isinstance(loaded, PeftModel)
+    with pytest.warns(UserWarning, match="isentrope"):  # PEFT by itself says what it leaves out
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    ise.restore(model)
+    model.save_pretrained(tmp_path / "plain")
+    assert "isentrope" not in (tmp_path / "plain" / "adapter_config.json").read_text()
+
+
+def test_an_adapter_over_a_saved_model(folder, tmp_path):
+    """PEFT loads the base by its name, extended."""
+    ids = tokens(1, LONG)
+    model = adapted(AutoModelForCausalLM.from_pretrained(folder), None)
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(ise.load(tmp_path / "adapter")(ids).logits, model(ids).logits)
+    with pytest.warns(UserWarning, match="isentrope"):
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_an_adapter_does_not_hold_what_a_recipe_learns(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.warns(UserWarning, match="not trained with"):
+        ise.extend(base, "ssmax", allow_untrained=True)
+    adapted(base, None).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="save the whole model"):
+        ise.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rope"),
+    [
+        ("pi:factor=4", {"rope_type": "linear", "factor": 4.0}),
+        ("yarn:factor=4", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}),
+        ("yarn:factor=4+yarntemperature:factor=4", {"rope_type": "yarn", "attention_factor": pytest.approx(1.138629)}),
+        ("ntk:factor=2", {"rope_type": "default", "rope_theta": pytest.approx(10000 * 2 ** (8 / 6))}),
+        ("ntk:factor=2,dynamic=true", {"rope_type": "dynamic", "factor": 2.0}),
+        ("rope:base=50000", {"rope_theta": 50000.0}),
+        ("plain", {"rope_theta": 10000.0}),
+    ],
+)
+def test_native_export(recipe, rope, tmp_path):
+    """Any engine reads it: nothing of isentrope is left, and logits are the same."""
+    ids = tokens(1, LONG)
+    model = ise.extend(llama(), recipe)
+    assert ise.export(model, tmp_path / "native") == tmp_path / "native"
+    config = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert "isentrope" not in json.dumps(config) and config["model_type"] == "llama"
+    assert config["rope_parameters"] == config["rope_parameters"] | rope
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
+    if "temperature" not in recipe and "dynamic" not in recipe:
+        assert torch.equal(native(ids).logits, model(ids).logits)
+    assert str(ise.describe(model)).splitlines()[0].startswith("llama under")  # itself as before
+
+
+def test_native_export_of_a_window(tmp_path):
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=TRAINED, sliding_window=None, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    ids = tokens(1, LONG)
+    model = ise.extend(MistralForCausalLM(config).eval(), "pi:factor=2+window:size=24")
+    ise.export(model, tmp_path / "native")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    assert native.config.sliding_window == 24
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, "infoscale", "yarn:factor=4+infoscale", "window:size=24", "sink:sinks=4,size=24", "logn"]
+)
+def test_what_transformers_has_not_is_not_exported(recipe, tmp_path):
+    with pytest.raises(ValueError, match="no form of its own"):
+        ise.export(ise.extend(llama(), recipe), tmp_path / "native")
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_refuses_plain_models_and_folders_that_exist(model, tmp_path):
+    with pytest.raises(ValueError, match="not extended"):
+        ise.export(llama(), tmp_path / "native")
+    with pytest.raises(ValueError, match="does not exist yet"):
+        ise.export(model, tmp_path)
+
+
+def test_remote_code_for_those_who_allow_it(model, tmp_path):
+    """Off by default; with it, programs need isentrope installed, not imported."""
+    ise.export(model, tmp_path / "longer", remote_code=True)
+    code = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "print(model.config._attn_implementation)\n"
+    )
+    given = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    import os
+
+    ran = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "longer"], capture_output=True, text=True, env=os.environ | given
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip().splitlines()[-1] == "isentrope"
+    again = ise.load(tmp_path / "longer")
+    ids = tokens(1, LONG)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    ise.restore(again).save_pretrained(tmp_path / "plain")
+    assert "isentrope" not in (tmp_path / "plain" / "config.json").read_text()
