@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import isentrope  # noqa: F401  # registers the model type
+import isentrope.hf  # noqa: F401  # registers the model type, once transformers has imported all of itself
 
 USAGE = "usage: python -m isentrope.run (COMMAND | SCRIPT.py | -m MODULE) [ARGUMENT …]"
 

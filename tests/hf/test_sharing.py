@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
-import transformers
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
@@ -88,7 +89,7 @@ def test_other_heads_and_loading_info(folder):
 def test_the_class_that_architectures_names(model, folder):
     """As servers look it up."""
     config = AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, config.architectures[0])
+    kind = getattr(import_module("transformers"), config.architectures[0])
     loaded = kind.from_pretrained(folder, attn_implementation=None)
     assert torch.equal(loaded(tokens(1, LONG)).logits, model(tokens(1, LONG)).logits)
 
@@ -110,7 +111,7 @@ def test_learned_parameters_come_along(tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_another_implementation_is_refused(implementation, folder):
     with pytest.raises(ValueError, match="recipe that"):
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
@@ -191,7 +192,7 @@ def test_pipeline(model, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=2, pad_token_id=2)
-    assert said["generated_text"].split() == tokenizer.decode(expected[0, LONG:]).split()
+    assert said["generated_text"].split() == tokenizer.decode(expected[0, ids.shape[1] :]).split()
     assert "rerope" in str(ise.describe(generate.model))
 
 
@@ -363,12 +364,9 @@ def test_remote_code_for_those_who_allow_it(model, tmp_path):
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "print(model.config._attn_implementation)\n"
     )
-    given = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    import os
-
-    ran = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "longer"], capture_output=True, text=True, env=os.environ | given
-    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", code, tmp_path / "longer"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip().splitlines()[-1] == "isentrope"
     again = ise.load(tmp_path / "longer")

@@ -27,8 +27,12 @@ class MarkedAdapter:
         return super().to_dict() | {NAME: self.isentrope}  # type: ignore[misc]
 
 
+def _marked(base: Any) -> Any:
+    return _marked_class(base)
+
+
 @cache
-def _marked(base: type) -> type:
+def _marked_class(base: Any) -> Any:
     return type(base.__name__, (MarkedAdapter, base), {"__module__": base.__module__})
 
 
@@ -37,7 +41,7 @@ def mark_adapters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     for config in _adapters(model):
         if not isinstance(config, MarkedAdapter):
             config.__class__ = _marked(type(config))
-        config.isentrope = getattr(model.config, NAME) | {"architecture": type(model).__name__}  # type: ignore[arg-type]
+        config.isentrope = getattr(model.config, NAME) | {"architecture": type(model).__name__}
 
 
 def unmark_adapters(model: nn.Module) -> None:

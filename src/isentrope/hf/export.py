@@ -122,7 +122,7 @@ def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: Pr
             "original_max_position_embeddings": position.trained(),
             "beta_fast": position.beta_fast,
             "beta_slow": position.beta_slow,
-            "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,  # type: ignore[union-attr, operator]
+            "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,
         }
     if not (law is None or isinstance(law, Constant)):
         raise ValueError(_no_form(recipe, f"{law} has none beside {position or 'a model as it is'}"))
@@ -176,7 +176,7 @@ def _rebuild(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedMode
             if not buffer.is_meta:
                 continue
             if key.endswith(FREQUENCIES):
-                fresh: Any = type(module)(config=module.config)  # type: ignore[arg-type]
+                fresh: Any = type(module)(config=module.config)
                 own = getattr(fresh, key).to(model.device)
             else:
                 own = buffers[f"{name}.{key}" if name else key]
@@ -187,7 +187,7 @@ def _rebuild(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedMode
         what = ", ".join(left[:3])
         raise ValueError(f"{config.model_type}: export cannot rebuild {what}; merge or unload adapters first")
     native.generation_config = model.generation_config
-    return native.to(model.dtype).train(model.training)
+    return native.train(model.training)
 
 
 def _check_frequencies(model: PreTrainedModel, native: PreTrainedModel, state: Extension) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -168,11 +169,15 @@ def _base(extended: type) -> type:
     return extended.__mro__[2]
 
 
-@cache
-def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def config_class(base: Any) -> Any:
     """`base` with marks in config.json, registered with every Auto class that knows `base`."""
+    return _config_class(base)
+
+
+@cache
+def _config_class(base: Any) -> Any:
     # with its own __init__: transformers would make one for a class without
-    body = {"__init__": base.__init__, "__module__": __name__}  # type: ignore[misc]
+    body = {"__init__": base.__init__, "__module__": __name__}
     made: Any = type(PREFIX + base.__name__, (ExtendedConfig, base), body)
     autos: Any = [x for x in vars(modeling_auto).values() if isinstance(x, type) and issubclass(x, _BaseAutoModelClass)]
     for auto in autos:
@@ -184,17 +189,19 @@ def config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     return made
 
 
-def _model_classes(base: Any, config: type[PreTrainedConfig]) -> Any:
+def _model_classes(base: Any, config: Any) -> Any:
     if isinstance(base, (tuple, list)):
         return tuple(_model_class(one, config) for one in base)
     return _model_class(base, config)
 
 
 @cache
-def _model_class(base: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def _model_class(base: Any, config: Any) -> Any:
     body = {"config_class": config, "__module__": __name__}
     made: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
-    setattr(transformers, made.__name__, made)
+    # transformers may have imported itself anew since
+    for module in (transformers, sys.modules["transformers"]):
+        setattr(module, made.__name__, made)
     return made
 
 
