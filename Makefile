@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -29,6 +29,9 @@ test: $(READY)  ## every test that runs on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast.py
+
+fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff check .
