@@ -201,7 +201,9 @@ def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tupl
     missing = [key for key in required if key not in options]
     if missing:
         raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
-    return kind, part(**options)
+    made = part(**options)
+    # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
+    return kind, made.eval() if isinstance(made, torch.nn.Module) else made
 
 
 def _hint(word: str, known: Any) -> str:
