@@ -18,6 +18,7 @@ from isentrope.asked import asked_of
 from isentrope.backends import band as banded
 from isentrope.backends import chunked, decode, dense, flex, merge, reference, sdpa
 from isentrope.backends.call import Call, Unfolded
+from isentrope.backends.padding import blank_padding
 from isentrope.compiled import compiled
 from isentrope.layout import Layout, PositionIds
 from isentrope.masks import Mask
@@ -74,11 +75,11 @@ def attention(
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv), as in
     `torch.nn.functional.scaled_dot_product_attention`. With fewer queries than keys the last query stands at the last
-    key (the last unpadded one).
+    key of its row that is not padding, the one before it at the key before, and so on.
 
     causal: no query sees a key ahead of it.
     lengths: unpadded keys per row, (batch,), padding on the right.
-    position_ids: positions of the keys (their last `queries` are the queries'), or of the queries alone, or a pair
+    position_ids: positions of the keys (a query has that of the key it stands at), or of the queries alone, or a pair
         (queries, keys). Masks and distances are measured in positions.
     mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
     layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
@@ -96,6 +97,11 @@ def attention(
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
 
     A query that sees no key gives zeros (lse -inf, entropy 0).
+
+    Padding is never read: whatever k and v hold in slots that `lengths`, `Padding` or `layout` pads, NaN and inf
+    included, changes no output, and their gradients there are 0. A padded query (as many queries as keys, and its own
+    slot is padding) is computed like any other, with 0 for what is NaN or inf in it. A key that one query sees and
+    another does not, as under `Document` or a window, is no padding: NaN there may reach both.
     """
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
@@ -122,11 +128,11 @@ def _attended(
                 _announce(name, asked.q.device.type)
             out, lse = RAW[name].attend(asked)
             with torch.no_grad():
-                entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
+                entropy = _entropy(name, blank_padding(asked).folded(), lse) if return_entropy else None
             return out, Aux(lse if return_lse else None, entropy, name)
         if backend == name:
             raise ValueError(f"backend {name!r} cannot compute this: {why}")
-    calls = asked.folded()
+    calls = blank_padding(asked).folded()
     if dropout is not None and dropout != 0:
         backend, drop = _with_dropout(dropout, backend)
         calls = [replace(call, dropout=drop) for call in calls]
