@@ -22,6 +22,7 @@ from isentrope.backends.padding import blank_padding
 from isentrope.compiled import compiled
 from isentrope.layout import Layout, PositionIds
 from isentrope.masks import Mask
+from isentrope.parts import shown
 from isentrope.precision import as_given
 from isentrope.recipe import Recipe
 from isentrope.region import band
@@ -83,7 +84,7 @@ def attention(
         (queries, keys). Masks and distances are measured in positions.
     mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
     layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
-    scale: replaces the score's own factor (1/√d, or α).
+    scale: replaces the score's own factor (1/√d, or α); a positive number.
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
     dropout: share of attention weights set to 0, the others scaled up to match, or a function that does it. A
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
@@ -168,7 +169,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if recipe is None:
         return NOTHING
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe: expected a Recipe, its text or None, got {recipe!r}")
+        raise ValueError(f"recipe: expected a Recipe, its text or None, got {shown(recipe)}")
     return recipe
 
 
@@ -207,7 +208,7 @@ def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], T
     if callable(dropout):
         return backend, dropout
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {dropout!r}")
+        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {shown(dropout)}")
     return backend, partial(F.dropout, p=float(dropout))
 
 
@@ -215,7 +216,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {shown(backend)}")
     if (why := BACKENDS[backend].refusal(calls)) is not None:
         raise ValueError(f"backend {backend!r} cannot compute this: {why}")
     return backend

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from isentrope.parts import shown
 from isentrope.precision import readable
 from isentrope.region import Region, Span
 
@@ -297,7 +298,7 @@ def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) ->
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: expected a tensor of integers, got {value!r}") from error
+        raise ValueError(f"{name}: expected a tensor of integers, got {shown(value)}") from error
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
     return tensor.to(device=device, dtype=torch.int64)
