@@ -29,6 +29,7 @@ def refused(action, *words):
     message = str(caught.value)
     missing = [word for word in words if word not in message]
     assert not missing, f"{missing} not in: {message}"
+    return message
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -131,6 +132,10 @@ def test_position_ids(position_ids, words):
         pytest.param({"mask": "causal"}, ["mask:", "a mask such as", "'causal'"], id="mask a text"),
         pytest.param({"scale": NAN}, ["scale", "nan"], id="scale nan"),
         pytest.param({"scale": "big"}, ["scale", "'big'"], id="scale a text"),
+        pytest.param({"scale": 0.0, "causal": True}, ["scale", "from 1e-06 to 1e+06", "got 0.0"], id="scale 0"),
+        pytest.param({"scale": -1.0, "causal": True}, ["scale", "from 1e-06", "got -1.0"], id="scale negative"),
+        pytest.param({"scale": 1e38}, ["scale", "to 1e+06", "got 1e+38"], id="scale beyond fp32"),
+        pytest.param({"scale": 10**400}, ["scale", "to 1e+06", "(401 characters)"], id="scale of 401 digits"),
     ],
 )
 def test_other_arguments(arguments, words):
@@ -307,6 +312,42 @@ def test_recipe_parts(parts, words):
     refused(lambda: Recipe(**parts), *words)
 
 
+DEEP = "(" * 5000 + "causal" + ")" * 5000
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        pytest.param(lambda: Recipe.parse(DEEP), ["at most 32 brackets", "(10008 characters)"], id="brackets"),
+        pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 400), ["RoPE(base", "99999… ("], id="400 digits"),
+        pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 5000), ["RoPE(base", "≤ 1e+12"], id="5000 digits"),
+        pytest.param(lambda: Recipe.parse("rope:base=" + "-" * 5000 + "1"), ["RoPE(base"], id="5000 signs"),
+        pytest.param(lambda: Recipe.parse("rope:base={[]: 1}"), ["RoPE(base", "'{[]: 1}'"], id="no key"),
+        pytest.param(lambda: Recipe.parse("rope:base=10**400"), ["RoPE(base", "'10**400'"], id="a power"),
+        pytest.param(lambda: Recipe.parse("x" * 100_000), ["unknown part 'xxx", "100002 characters"], id="a long name"),
+        pytest.param(lambda: Recipe.parse("&".join(["causal"] * 33)), ["at most 32 masks", "got 33"], id="33 masks"),
+        pytest.param(lambda: Recipe.parse("window:size=1" + "0" * 20), ["Window(size", "2^53"], id="20 zeros"),
+    ],
+)
+def test_large_recipes_are_refused_in_a_line(make, words):
+    message = refused(make, *words)
+    assert len(message) < 500 and "\n" not in message
+
+
+def test_masks_inside_masks_have_an_end():
+    data = {"name": "causal"}
+    for _ in range(5000):
+        data = {"name": "and", "masks": [data]}
+    refused(lambda: Recipe.from_dict({"mask": data}), "at most 32 masks inside one another")
+    refused(lambda: Recipe.from_dict({"position": {"name": "rope", "base": data}}), "RoPE(base", "too large to print")
+
+
+def test_one_mask_joined_with_none_reads_as_itself():
+    inner = {"name": "or", "masks": [{"name": "window", "size": 4}, {"name": "causal"}]}
+    recipe = Recipe.from_dict({"mask": {"name": "and", "masks": [{"name": "and", "masks": [inner]}]}})
+    assert str(recipe) == "window:size=4|causal" and Recipe.parse(str(recipe)).mask.region(False)
+
+
 def test_masks_join_masks():
     refused(lambda: ise.Window(4) & 3, "mask", "3")
     refused(lambda: ise.Window(4) | ise.RoPE(), "mask", "RoPE")
@@ -342,19 +383,19 @@ WHOLE = [
     ("SSMax(init_length", lambda n: ise.SSMax(4, n), 4),
 ]
 NUMBERS = [
-    ("Cosine(alpha", lambda n: ise.Cosine(n), " > 0", [0, -1]),
+    ("Cosine(alpha", lambda n: ise.Cosine(n), " ≥ 0.0001", [0, -1]),
     ("PI(factor", lambda n: ise.PI(n), " ≥ 1", [0, -2, 0.5]),
     ("NTK(factor", lambda n: ise.NTK(n), " ≥ 1", [0, -2, 0.5]),
     ("YaRN(factor", lambda n: ise.YaRN(n, 64), " ≥ 1", [0, -2, 0.5]),
-    ("YaRN(beta_fast", lambda n: ise.YaRN(2.0, 64, beta_fast=n), " > 0", [0, -1]),
-    ("YaRN(beta_slow", lambda n: ise.YaRN(2.0, 64, beta_slow=n), " > 0", [0, -1]),
+    ("YaRN(beta_fast", lambda n: ise.YaRN(2.0, 64, beta_fast=n), " ≥ 1e-06", [0, -1]),
+    ("YaRN(beta_slow", lambda n: ise.YaRN(2.0, 64, beta_slow=n), " ≥ 1e-06", [0, -1]),
     ("LeakyReRoPE(leak", lambda n: ise.LeakyReRoPE(4, n), " ≥ 1", [0, -2, 0.5]),
     ("RoPE(base", lambda n: ise.RoPE(n), " > 1", [1, 0, -10000]),
     ("ReRoPE(base", lambda n: ise.ReRoPE(4, base=n), " > 1", [1, 0, -10000]),
     ("CLEX(base", lambda n: ise.CLEX(8, 64, base=n), " > 1", [1, 0]),
     ("SoftmaxPlus(base", lambda n: ise.SoftmaxPlus(n), " > 1", [1, 0, -512]),
     ("YaRNTemperature(factor", lambda n: ise.YaRNTemperature(factor=n), " ≥ 1", [0, -2, 0.5]),
-    ("InfoScale(epsilon", lambda n: ise.InfoScale(64, n), "", []),
+    ("InfoScale(epsilon", lambda n: ise.InfoScale(64, n), " ≥ -20", [-21]),
     ("Llama4(coefficient", lambda n: ise.Llama4(coefficient=n), " ≥ 0", [-0.1]),
 ]
 
@@ -386,6 +427,34 @@ def test_infinity_is_no_whole_number():
 )
 def test_numbers(name, make, bound, value):
     refused(lambda: make(value), f"{name}=…)", f"a number{bound}", f"got {value!r}")
+
+
+LARGE = [
+    ("Window(size", lambda n: ise.Window(n), 2**53 + 2, "≤ 2^53"),
+    ("LogN(train_length", lambda n: ise.LogN(n), 10**400, "≤ 2^53"),
+    ("SSMax(heads", lambda n: ise.SSMax(n), 10**16, "≤ 65536"),
+    ("RoPE(rotary_dim", lambda n: ise.RoPE(rotary_dim=n), 1 << 17, "≤ 65536"),
+    ("CLEX(dim", lambda n: ise.CLEX(n, 64), 1 << 13, "≤ 4096"),
+    ("CLEX(hidden", lambda n: ise.CLEX(8, 64, hidden=n), 10**9, "≤ 16384"),
+    ("CLEX(max_factor", lambda n: ise.CLEX(8, 64, n), 10**9, "≤ 65536"),
+    ("RoPE(base", lambda n: ise.RoPE(n), 1e300, "≤ 1e+12"),
+    ("NTK(factor", lambda n: ise.NTK(n), 1e300, "≤ 1e+09"),
+    ("LeakyReRoPE(leak", lambda n: ise.LeakyReRoPE(4, n), 1e10, "≤ 1e+09"),
+    ("YaRN(beta_fast", lambda n: ise.YaRN(2.0, 64, beta_fast=n), 1e7, "≤ 1e+06"),
+    ("Cosine(alpha", lambda n: ise.Cosine(n), 1e16, "≤ 10000"),
+    ("SoftmaxPlus(base", lambda n: ise.SoftmaxPlus(n), 1e300, "≤ 9.0072e+15"),
+    ("InfoScale(epsilon", lambda n: ise.InfoScale(1 << 53, n), 37.0, "≤ 36"),
+    ("Llama4(coefficient", lambda n: ise.Llama4(coefficient=n), 1e300, "≤ 100"),
+    ("Fitted(lengths", lambda n: ise.Fitted((64, n), (1.0, 2.0)), 10**400, "≤ 2^53"),
+    ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), 1e300, "from 0 to 1000"),
+    ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), 10**400, "from 0 to 1000"),
+    ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), -1.0, "from 0 to 1000"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "value", "bound"), LARGE, ids=lambda x: x if isinstance(x, str) else "")
+def test_numbers_beyond_any_meaning(name, make, value, bound):
+    refused(lambda: make(value), f"{name}=…)", bound)
 
 
 @pytest.mark.parametrize(
@@ -461,6 +530,9 @@ def test_options(action, words):
         pytest.param(64, (1.0,), ["lengths", "positive integers", "64"], id="lengths a number"),
         pytest.param((8, 4), (1.0, 2.0), ["lengths", "increasing", "(8, 4)"], id="falling lengths"),
         pytest.param((4, 4), (1.0, 2.0), ["lengths", "increasing", "(4, 4)"], id="equal lengths"),
+        pytest.param((10**6, 10**6 + 1), (1.0, 2.0), ["lengths", "0.1 % apart", "1000001"], id="lengths too close"),
+        pytest.param((4,), [[[[[[1.0]]]]]], ["table", "layers of heads"], id="a table of rank 6"),
+        pytest.param((4,), (True,), ["table", "nested numbers", "True"], id="a truth value in the table"),
         pytest.param((4, 8), (1.0,), ["table", "2 lengths", "(1,)"], id="a short table"),
         pytest.param((4, 8), 1.0, ["table", "2 lengths", "()"], id="a number as table"),
         pytest.param((4, 8), ((1.0,), (2.0,)), ["table", "2 lengths", "(2, 1)"], id="a table the wrong way round"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isfinite
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from isentrope.backends.call import Call, Meeting, Unfolded
 from isentrope.fold import Angles, angles
 from isentrope.layout import Layout, PositionIds, layout_of
 from isentrope.masks import Document, Full, Mask, Padding, data_masks
+from isentrope.parts import shown
 from isentrope.positions import Branch, NoPE, Position
 from isentrope.precision import wide
 from isentrope.recipe import Recipe
@@ -26,6 +26,7 @@ T = TypeVar("T")
 # recipes of one position method that are kept with a layout, as many as a model has layers, and entries of τ of each
 MOST_ASKED = 256
 LARGEST_TAU = 1 << 20
+LEAST_SCALE, MOST_SCALE = 1e-6, 1e6  # of a score
 
 
 def asked_of(
@@ -82,7 +83,7 @@ def geometry(
 ) -> tuple[Layout, Region]:
     """Where tokens sit, and what each query may see."""
     if call_mask is not None and not isinstance(call_mask, Mask):
-        raise ValueError(f"mask: expected a mask such as Document(ids), got {call_mask!r}")
+        raise ValueError(f"mask: expected a mask such as Document(ids), got {shown(call_mask)}")
     masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
     data = [d for mask in masks for d in data_masks(mask)]
     paddings = [d for d in data if isinstance(d, Padding)]
@@ -156,8 +157,10 @@ def unfolded(
         )
     if rotated_keys and score.normalises:
         raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
-    if scale is not None and not (isinstance(scale, (int, float)) and isfinite(scale)):
-        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
+    known = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (known and LEAST_SCALE <= scale <= MOST_SCALE):
+        # kernels mask before they multiply: -inf times 0 or less is no mask
+        raise ValueError(f"scale: expected None or a number from {LEAST_SCALE:g} to {MOST_SCALE:g}, got {shown(scale)}")
     factor = score.factor(q.shape[-1]) if scale is None else float(scale)
     interleaved = getattr(position, "layout", "half") == "interleaved"
     heads, head_dim = q.shape[1], q.shape[-1]

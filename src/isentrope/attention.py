@@ -18,9 +18,11 @@ from isentrope.asked import asked_of
 from isentrope.backends import band as banded
 from isentrope.backends import chunked, decode, dense, flex, merge, reference, sdpa
 from isentrope.backends.call import Call, Unfolded
+from isentrope.backends.padding import blank_padding
 from isentrope.compiled import compiled
 from isentrope.layout import Layout, PositionIds
 from isentrope.masks import Mask
+from isentrope.parts import shown
 from isentrope.precision import as_given
 from isentrope.recipe import Recipe
 from isentrope.region import band
@@ -74,15 +76,15 @@ def attention(
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv), as in
     `torch.nn.functional.scaled_dot_product_attention`. With fewer queries than keys the last query stands at the last
-    key (the last unpadded one).
+    key of its row that is not padding, the one before it at the key before, and so on.
 
     causal: no query sees a key ahead of it.
     lengths: unpadded keys per row, (batch,), padding on the right.
-    position_ids: positions of the keys (their last `queries` are the queries'), or of the queries alone, or a pair
+    position_ids: positions of the keys (a query has that of the key it stands at), or of the queries alone, or a pair
         (queries, keys). Masks and distances are measured in positions.
     mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
     layout: in place of lengths, position_ids, Padding and Document, where a caller has made the geometry beforehand.
-    scale: replaces the score's own factor (1/√d, or α).
+    scale: replaces the score's own factor (1/√d, or α); a positive number.
     rotated_keys: k comes from a cache of keys that this recipe's position method has already rotated.
     dropout: share of attention weights set to 0, the others scaled up to match, or a function that does it. A
         regulariser for training at short lengths: it needs the weights themselves, so only "reference" and "dense" have
@@ -96,6 +98,11 @@ def attention(
         k lets the mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
 
     A query that sees no key gives zeros (lse -inf, entropy 0).
+
+    Padding is never read: whatever k and v hold in slots that `lengths`, `Padding` or `layout` pads, NaN and inf
+    included, changes no output, and their gradients there are 0. A padded query (as many queries as keys, and its own
+    slot is padding) is computed like any other, with 0 for what is NaN or inf in it. A key that one query sees and
+    another does not, as under `Document` or a window, is no padding: NaN there may reach both.
     """
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
@@ -122,11 +129,11 @@ def _attended(
                 _announce(name, asked.q.device.type)
             out, lse = RAW[name].attend(asked)
             with torch.no_grad():
-                entropy = _entropy(name, asked.folded(), lse) if return_entropy else None
+                entropy = _entropy(name, blank_padding(asked).folded(), lse) if return_entropy else None
             return out, Aux(lse if return_lse else None, entropy, name)
         if backend == name:
             raise ValueError(f"backend {name!r} cannot compute this: {why}")
-    calls = asked.folded()
+    calls = blank_padding(asked).folded()
     if dropout is not None and dropout != 0:
         backend, drop = _with_dropout(dropout, backend)
         calls = [replace(call, dropout=drop) for call in calls]
@@ -162,7 +169,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if recipe is None:
         return NOTHING
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe: expected a Recipe, its text or None, got {recipe!r}")
+        raise ValueError(f"recipe: expected a Recipe, its text or None, got {shown(recipe)}")
     return recipe
 
 
@@ -201,7 +208,7 @@ def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], T
     if callable(dropout):
         return backend, dropout
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {dropout!r}")
+        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {shown(dropout)}")
     return backend, partial(F.dropout, p=float(dropout))
 
 
@@ -209,7 +216,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {shown(backend)}")
     if (why := BACKENDS[backend].refusal(calls)) is not None:
         raise ValueError(f"backend {backend!r} cannot compute this: {why}")
     return backend

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from isentrope.parts import shown
 from isentrope.precision import readable
 from isentrope.region import Region, Span
 
@@ -74,7 +75,7 @@ class Layout:
         high = self.frame_high if same else self.frame_high[:, -1:].expand(-1, self.keys)
         self._key_frame, self._key_origin = (low.clamp_min(0).expand(-1, self.keys), high), low
         self.key = self.slots[None] - low
-        self.query = slot - self.origin
+        self.query, self.own_slot = slot - self.origin, slot
 
     def _frame_rows(self, lengths: Tensor | Sequence[int] | None, left_padded: bool, documents: Tensor | None) -> None:
         """Frames from what is padding and where documents begin."""
@@ -98,6 +99,7 @@ class Layout:
         if queries != keys and lengths is not None and not left_padded:
             index = index - keys + count  # the last query is the last unpadded key
             self.offset = None
+        self.own_slot = index
         nearest = index.clamp(0, keys - 1).expand(max(index.shape[0], low.shape[0]), -1)
         self.frame_low, self.frame_high = (x.expand(nearest.shape[0], -1).gather(1, nearest) for x in (low, high))
         self.anchored = documents is None and not (lengths is not None and left_padded)
@@ -109,6 +111,8 @@ class Layout:
     def _place(self, position_ids: PositionIds) -> None:
         """Take positions from the caller. Spans then become intervals by searching the sorted key positions."""
         query, key = _check_position_ids(position_ids, self.batch, self.queries, self.keys, self.device)
+        if query is None and key is not None:
+            query = key if self.queries == self.keys else _at(key, self.own_slot)
         self.query = self.query if query is None else query
         self.key = self.key if key is None else key
         low, high = self._key_frame
@@ -147,6 +151,15 @@ class Layout:
     def plain(self) -> bool:
         """Whether every row is one whole, unpadded sequence at its natural positions."""
         return self.implicit and not self.padded and self.anchored
+
+    def padding(self) -> tuple[Tensor, Tensor]:
+        """Queries (batch or 1, queries) that stand at no token, and slots (batch or 1, keys) that no query sees."""
+        return self.remember("padding", self._padding)
+
+    def _padding(self) -> tuple[Tensor, Tensor]:
+        queries = (self.own_slot < self.frame_low) | (self.own_slot >= self.frame_high)
+        low, high = self.frame_low.amin(1, keepdim=True), self.frame_high.amax(1, keepdim=True)
+        return queries, (self.slots < low) | (self.slots >= high)
 
     @property
     def banded(self) -> bool:
@@ -285,7 +298,7 @@ def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) ->
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: expected a tensor of integers, got {value!r}") from error
+        raise ValueError(f"{name}: expected a tensor of integers, got {shown(value)}") from error
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
     return tensor.to(device=device, dtype=torch.int64)
@@ -320,13 +333,20 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+def _at(positions: Tensor, slots: Tensor) -> Tensor:
+    """Positions (batch or 1, keys) at these slots (batch or 1, queries), counted on backwards before the first."""
+    rows = max(positions.shape[0], slots.shape[0])
+    held = slots.clamp(0, positions.shape[1] - 1)
+    return positions.expand(rows, -1).gather(1, held.expand(rows, -1)) + (slots - held)
+
+
 def _check_position_ids(
     position_ids: PositionIds, batch: int, queries: int, keys: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Positions of queries and keys.
 
-    One tensor as long as the keys gives the keys, the queries being the last of them; one as long as the queries gives
-    the queries, the keys staying at 0 … keys - 1; a pair gives both.
+    One tensor as long as the keys gives the keys, each query being at that of its own slot; one as long as the queries
+    gives the queries, the keys staying at 0 … keys - 1; a pair gives both.
     """
     given = position_ids if isinstance(position_ids, tuple) else (position_ids,)
     tensors = [torch.atleast_2d(_integers(ids, "position_ids", device)) for ids in given]
@@ -336,7 +356,7 @@ def _check_position_ids(
     if len(tensors) == 2 and (tensors[0].shape[1], tensors[1].shape[1]) == (queries, keys):
         return tensors[0], tensors[1]
     if len(tensors) == 1 and tensors[0].shape[1] == keys and queries <= keys:
-        return tensors[0][:, keys - queries :], tensors[0]
+        return None, tensors[0]
     if len(tensors) == 1 and tensors[0].shape[1] == queries:
         return tensors[0], None
     raise ValueError(

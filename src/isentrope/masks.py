@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from isentrope.parts import REQUIRED, Part, choice, whole
+from isentrope.parts import REQUIRED, Part, choice, shown, whole
 from isentrope.region import CAUSAL, EVERYTHING, Region, band, first
+
+MOST_JOINED = 32  # each may cut the regions of the others
 
 
 class Mask(Part):
@@ -150,15 +152,25 @@ class Compound(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.masks, tuple) or not self.masks or not all(isinstance(m, Mask) for m in self.masks):
-            raise ValueError(f"{type(self).__name__}(masks=…): expected a tuple of masks, got {self.masks!r}")
-        # a & (b & c) is the same mask as (a & b) & c, and reads the same
-        flat = tuple(m for mask in self.masks for m in (mask.masks if type(mask) is type(self) else (mask,)))
+            raise ValueError(f"{type(self).__name__}(masks=…): expected a tuple of masks, got {shown(self.masks)}")
+        # a & (b & c) is the same mask as (a & b) & c, and reads the same; so does a mask joined with none
+        alone = (m.masks[0] if isinstance(m, Compound) and len(m.masks) == 1 else m for m in self.masks)
+        flat = tuple(m for mask in alone for m in (mask.masks if type(mask) is type(self) else (mask,)))
         object.__setattr__(self, "masks", flat)
+        if (count := self.joined) > MOST_JOINED:
+            raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MOST_JOINED} masks, got {count}")
+
+    @property
+    def joined(self) -> int:
+        """How many masks are joined, those inside others included."""
+        return sum(mask.joined if isinstance(mask, Compound) else 1 for mask in self.masks)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name(), "masks": [mask.to_dict() for mask in self.masks]}
 
     def __str__(self) -> str:
+        if len(self.masks) == 1:
+            return str(self.masks[0])
         inner = (f"({mask})" if isinstance(mask, Compound) else str(mask) for mask in self.masks)
         return self.sign.join(inner)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isentrope import masks, positions, scores, temperatures
-from isentrope.parts import REQUIRED, Part
+from isentrope.parts import REQUIRED, Part, shortened, shown
 
 # the one place where names are looked up: a new method is one word here
 KINDS: dict[str, tuple[type[Part], ...]] = {
@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
+MOST_NESTED = 32  # brackets, or masks inside masks
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Recipe:
             fits = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
             if isinstance(part, type) or not fits:
                 raise ValueError(
-                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {part!r}"
+                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {shown(part)}"
                 )
         length = getattr(self.temperature, "train_length", None)
         position = None if self.position is None else self.position.resolved(length)
@@ -98,15 +99,17 @@ class Recipe:
     def from_dict(cls, data: dict[str, Any], **defaults: Any) -> Recipe:
         """The recipe that `to_dict` wrote; `defaults` are taken for options that a part requires and lacks."""
         if not isinstance(data, dict):
-            raise ValueError(f"Recipe.from_dict: expected a dictionary, got {data!r}")
+            raise ValueError(f"Recipe.from_dict: expected a dictionary, got {shown(data)}")
         for key in data:
             if key not in KINDS:
-                raise ValueError(f"Recipe.from_dict: unknown key {key!r}{_hint(str(key), KINDS)}")
+                raise ValueError(f"Recipe.from_dict: unknown key {shown(key)}{_hint(key, KINDS)}")
         parts = {}
         for expected, options in data.items():
             kind, part = _from_dict(options, defaults)
             if kind != expected:
-                raise ValueError(f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {part}")
+                raise ValueError(
+                    f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {shortened(str(part))}"
+                )
             parts[kind] = part
         return cls(**parts)
 
@@ -121,7 +124,7 @@ class Recipe:
         """
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
-                f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {text!r}"
+                f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {shown(text)}"
             )
         found: dict[str, Part] = {}
         if text.strip() == PLAIN:
@@ -130,7 +133,8 @@ class Recipe:
             kind, part = _parse_part(piece, defaults)
             if kind in found:
                 why = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), found[kind].name()) else ""
-                raise ValueError(f"recipe {text!r}: expected one {kind}, got {found[kind]} and {part}{why}")
+                both = f"{shortened(str(found[kind]))} and {shortened(str(part))}"
+                raise ValueError(f"recipe {shown(text)}: expected one {kind}, got {both}{why}")
             found[kind] = part
         return cls(**found)
 
@@ -140,11 +144,13 @@ def _split(text: str, sign: str) -> list[str]:
     pieces, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "([") - (letter in ")]")
+        if depth > MOST_NESTED:
+            raise ValueError(f"recipe: expected at most {MOST_NESTED} brackets inside one another, got {shown(text)}")
         if letter == sign and depth == 0:
             pieces.append(text[start:at])
             start = at + 1
     if depth:
-        raise ValueError(f"recipe: expected matching brackets, got {text!r}")
+        raise ValueError(f"recipe: expected matching brackets, got {shown(text)}")
     return [piece.strip() for piece in (*pieces, text[start:])]
 
 
@@ -155,7 +161,8 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
             parts = [_parse_part(piece, defaults) for piece in pieces]
             for kind, part in parts:
                 if kind != "mask":
-                    raise ValueError(f"recipe: only masks are joined with {sign}, got the {kind} {part} in {text!r}")
+                    got = f"the {kind} {shortened(str(part))} in {shown(text)}"
+                    raise ValueError(f"recipe: only masks are joined with {sign}, got {got}")
             return "mask", join(tuple(part for _, part in parts))  # type: ignore[misc]
     if text.startswith("(") and text.endswith(")"):
         return _parse_part(text[1:-1], defaults)
@@ -164,9 +171,9 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
     for option in _split(rest, ",") if rest else []:
         key, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"recipe part {text!r}: expected name=value, got {option!r}")
+            raise ValueError(f"recipe part {shown(text)}: expected name=value, got {shown(option)}")
         if key.strip() in options:
-            raise ValueError(f"recipe part {text!r}: option {key.strip()!r} is given twice")
+            raise ValueError(f"recipe part {shown(text)}: option {shown(key.strip())} is given twice")
         options[key.strip()] = _value(value.strip())
     return _build(name.strip(), options, defaults)
 
@@ -174,36 +181,40 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
 def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # no literal, or one too large to read
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _from_dict(data: Any, defaults: dict[str, Any]) -> tuple[str, Part]:
+def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str, Part]:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {data!r}")
+        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {shown(data)}")
+    if depth > MOST_NESTED:
+        raise ValueError(f"Recipe.from_dict: expected at most {MOST_NESTED} masks inside one another, got more")
     options = {key: value for key, value in data.items() if key != "name"}
     if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
-        options["masks"] = tuple(_from_dict(mask, defaults)[1] for mask in options["masks"])
+        options["masks"] = tuple(_from_dict(mask, defaults, depth + 1)[1] for mask in options["masks"])
     return _build(data["name"], options, defaults)
 
 
 def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
     """The part called `name`, or an error that says which name or option was meant."""
     if name not in PARTS:
-        raise ValueError(f"recipe: unknown part {name!r}{_hint(name, PARTS)}")
+        raise ValueError(f"recipe: unknown part {shown(name)}{_hint(name, PARTS)}")
     kind, part = PARTS[name]
     known = part.options()
     for key in options:
         if key not in known:
-            raise ValueError(f"recipe part {name!r}: unknown option {key!r}{_hint(str(key), known)}")
+            raise ValueError(f"recipe part {name!r}: unknown option {shown(key)}{_hint(key, known)}")
     required = [key for key, default in known.items() if default is REQUIRED]
     options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
     missing = [key for key in required if key not in options]
     if missing:
         raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
-    return kind, part(**options)
+    made = part(**options)
+    # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
+    return kind, made.eval() if isinstance(made, torch.nn.Module) else made
 
 
-def _hint(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), 1)
+def _hint(word: Any, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from isentrope.parts import Part, number
 
+# Below the first no score is told from 0; in fp32 one of the size of the second is known to three digits.
+LEAST_ALPHA, MOST_ALPHA = 1e-4, 1e4
+
 
 class Score(Part):
     """s(q, k) = factor · q·k, of unit vectors where the score normalises."""
@@ -44,7 +47,7 @@ class Cosine(Score):
     needs_training = True
 
     def __post_init__(self) -> None:
-        number(self, "alpha", above=0)
+        number(self, "alpha", MOST_ALPHA, least=LEAST_ALPHA)
 
     def _shown(self, key: str, value: Any, default: Any) -> bool:
         return True  # the scale is what a reader looks for, default or not

@@ -256,6 +256,23 @@ def test_decoding_interpreted(text, rows, dtype):
 
 
 @interprets
+@pytest.mark.parametrize("rows", ["lengths", "left"])
+def test_interpreted_decoding_never_reads_padding(rows):
+    setting = Setting(1, 170, rows, heads=6, kv_heads=2, d=32, dv=32)
+    q, k, v = setting.tensors(torch.float32)
+    options = setting.arguments() | {"causal": True, "backend": "decode", "return_entropy": True}
+    live = torch.arange(170) < 113 if rows == "lengths" else torch.arange(170) >= 170 - 113  # of the second row
+    for text in ("rope", "rerope:window=24+cosine:alpha=16"):
+        expected, exact = attention(q, k, v, text, **options)
+        for bad in (torch.nan, torch.inf):
+            spoiled = [x.clone() for x in (k, v)]
+            for x in spoiled:
+                x[1, :, ~live] = bad
+            out, aux = attention(q, *spoiled, text, **options)
+            assert torch.equal(out, expected) and torch.equal(aux.entropy, exact.entropy)
+
+
+@interprets
 @pytest.mark.parametrize(("text", "causal", "setting"), [*BANDS, NOT_SO_WIDE], ids=str)
 def test_band_interpreted(text, causal, setting):
     check_band(text, causal, shortened(setting), torch.float32, "cpu")

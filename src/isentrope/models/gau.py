@@ -78,7 +78,8 @@ class GatedAttentionUnit(nn.Module):
         self.k_scaleoffset = ScaleOffset(config.attention_key_size)
         self.act, self.dropout = _activation(config.hidden_act), config.attention_probs_dropout_prob
         self.recipe = recipe
-        self.learned = nn.ModuleList(recipe.learned)  # registered, so that they train, move and are saved
+        # registered, so that they train, move and are saved; in training mode, as every new module begins
+        self.learned = nn.ModuleList(recipe.learned).train()
 
     def forward(self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None, at: Tensor | None) -> Tensor:
         u, v, z = self.project(x, at)

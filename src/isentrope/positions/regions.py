@@ -11,7 +11,7 @@ from math import inf
 
 from torch import Tensor
 
-from isentrope.parts import number, whole
+from isentrope.parts import MOST_FACTOR, number, whole
 from isentrope.positions.branch import Branch
 from isentrope.positions.rope import Rotary
 from isentrope.region import band
@@ -60,7 +60,7 @@ class LeakyReRoPE(NearAndFar):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "leak", least=1)
+        number(self, "leak", MOST_FACTOR, least=1)
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         shift = sign * self.window * (1 - 1 / self.leak)

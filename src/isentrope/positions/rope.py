@@ -9,11 +9,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from isentrope.parts import choice, flag, number, whole
+from isentrope.parts import MOST_BASE, MOST_FACTOR, MOST_HEAD_DIM, choice, flag, number, whole
 from isentrope.positions.branch import Branch, Position
 from isentrope.precision import constant
 
 LAYOUTS = ("half", "interleaved")
+MOST_TURNS = 1e6  # of a pair within the original length
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Rotary(Position):
     rotates = True
 
     def __post_init__(self) -> None:
-        number(self, "base", above=1)
+        number(self, "base", MOST_BASE, above=1)
         choice(self, "layout", LAYOUTS)
         if self.rotary_dim is not None:
-            whole(self, "rotary_dim", 2)
+            whole(self, "rotary_dim", 2, MOST_HEAD_DIM)
             if self.rotary_dim % 2:
                 raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
 
@@ -72,7 +73,7 @@ class PI(Rotary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", least=1)
+        number(self, "factor", MOST_FACTOR, least=1)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return super().frequencies(head_dim, length, dtype, device) / self.factor
@@ -116,7 +117,7 @@ class NTK(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", least=1)
+        number(self, "factor", MOST_FACTOR, least=1)
         flag(self, "dynamic")
 
     @property
@@ -150,9 +151,9 @@ class YaRN(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", least=1)
-        number(self, "beta_fast", above=0)
-        number(self, "beta_slow", above=0)
+        number(self, "factor", MOST_FACTOR, least=1)
+        number(self, "beta_fast", MOST_TURNS, least=1 / MOST_TURNS)
+        number(self, "beta_slow", MOST_TURNS, least=1 / MOST_TURNS)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return constant(YaRN._frequencies, device, self, self.turning(head_dim), dtype)

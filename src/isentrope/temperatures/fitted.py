@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isentrope.parts import MOST_LENGTH, MOST_TEMPERATURE, shown
 from isentrope.temperatures.laws import Temperature
+
+MOST_NESTED = 3  # layers of heads of lengths
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,22 @@ class Fitted(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "lengths", _as_tuple(self.lengths))
-        object.__setattr__(self, "table", _as_tuple(self.table))
+        object.__setattr__(self, "lengths", _as_tuple(self.lengths, "lengths"))
+        object.__setattr__(self, "table", _as_tuple(self.table, "table"))
         lengths = self.lengths
-        if not isinstance(lengths, tuple) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
-            raise ValueError(f"Fitted(lengths=…): expected positive integers, got {lengths!r}")
-        if any(a >= b for a, b in pairwise(lengths)):
-            raise ValueError(f"Fitted(lengths=…): expected increasing lengths, got {lengths!r}")
-        try:
-            table = torch.tensor(self.table, dtype=torch.float64)
-            shape = table.shape
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Fitted(table=…): expected nested numbers, got {self.table!r}") from error
-        if not table.isfinite().all():
-            raise ValueError(f"Fitted(table=…): expected finite numbers, got {self.table!r}")
-        if not 1 <= len(shape) <= 3 or shape[-1] != len(lengths):
+        known = isinstance(lengths, tuple) and lengths and all(type(n) is int for n in lengths)
+        if not known or not all(0 < n <= MOST_LENGTH for n in lengths):
+            raise ValueError(f"Fitted(lengths=…): expected positive integers ≤ 2^53, got {shown(lengths)}")
+        if any(1000 * b < 1001 * a for a, b in pairwise(lengths)):
+            raise ValueError(f"Fitted(lengths=…): expected increasing lengths, 0.1 % apart, got {shown(lengths)}")
+        shape = _shape(self.table)
+        if shape is None:
             raise ValueError(
-                "Fitted(table=…): expected shape ([layers,] [heads,] lengths) "
-                f"with {len(lengths)} lengths, got {tuple(shape)}"
+                f"Fitted(table=…): expected nested numbers from 0 to {MOST_TEMPERATURE:g}, got {shown(self.table)}"
+            )
+        if not 1 <= len(shape) <= MOST_NESTED or shape[-1] != len(lengths):
+            raise ValueError(
+                f"Fitted(table=…): expected shape ([layers,] [heads,] lengths) with {len(lengths)} lengths, got {shape}"
             )
 
     @property
@@ -79,7 +81,22 @@ def interpolated(n: Tensor, lengths: tuple[int, ...], table: Tensor) -> Tensor:
     return tau.movedim(0, -2) if per_head and n.dim() else tau
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: Any, name: str, depth: int = 0) -> Any:
     if isinstance(value, Tensor):
         value = value.tolist()
-    return tuple(_as_tuple(v) for v in value) if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, (list, tuple)):
+        return value
+    if depth > MOST_NESTED:
+        raise ValueError(f"Fitted({name}=…): expected at most layers of heads of lengths, got {depth} levels or more")
+    return tuple(_as_tuple(v, name, depth + 1) for v in value)
+
+
+def _shape(table: Any) -> tuple[int, ...] | None:
+    """Of tuples of equal size inside one another that hold temperatures; None for anything else."""
+    if not isinstance(table, tuple):
+        is_number = isinstance(table, Real) and type(table) is not bool
+        return () if is_number and 0 <= table <= MOST_TEMPERATURE else None
+    inner = {_shape(row) for row in table}
+    if len(inner) > 1 or None in inner:
+        return None
+    return len(table), *(inner.pop() if inner else ())  # type: ignore[misc]

@@ -8,10 +8,14 @@ from math import e, log
 import torch
 from torch import Tensor
 
-from isentrope.parts import Part, choice, flag, number, whole
+from isentrope.parts import MOST_FACTOR, MOST_LENGTH, Part, choice, flag, number, shown, whole
 from isentrope.precision import readable, wide
 
 COUNTS = ("visible", "sequence", "position")
+LEAST_BASE = 1.01  # of Softmax Plus: τ = 100 ln n there
+MOST_COEFFICIENT = 100.0  # of Llama 4
+# Nats of attention entropy: at most ln 2^53, and so far below ln n_tr that τ is finite.
+LEAST_ENTROPY, MOST_ENTROPY, ENTROPY_MARGIN = -20.0, 36.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class SoftmaxPlus(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "base", above=1)
+        number(self, "base", MOST_LENGTH, above=LEAST_BASE)
 
     @property
     def unit_length(self) -> float:
@@ -131,10 +135,10 @@ class YaRNTemperature(Temperature):
         if (self.train_length is None) == (self.factor is None):
             raise ValueError(
                 "YaRNTemperature: expected either train_length or factor, "
-                f"got train_length={self.train_length!r}, factor={self.factor!r}"
+                f"got train_length={shown(self.train_length)}, factor={shown(self.factor)}"
             )
         if self.train_length is None:
-            number(self, "factor", least=1)
+            number(self, "factor", MOST_FACTOR, least=1)
         else:
             whole(self, "train_length", 1)
 
@@ -160,9 +164,9 @@ class InfoScale(Temperature):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "train_length", 1)
-        number(self, "epsilon")
-        if log(self.train_length) <= self.epsilon:
-            raise ValueError(self._undefined("ln train_length > epsilon"))
+        number(self, "epsilon", MOST_ENTROPY, least=LEAST_ENTROPY)
+        if log(self.train_length) <= self.epsilon + ENTROPY_MARGIN:
+            raise ValueError(self._undefined(f"ln train_length > epsilon + {ENTROPY_MARGIN:g}"))
 
     def _undefined(self, need: str, n: str = "") -> str:
         got = f"{n}train_length={self.train_length}, epsilon={self.epsilon:g}"
@@ -202,7 +206,7 @@ class Llama4(Temperature):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole(self, "floor", 1)
-        number(self, "coefficient", least=0)
+        number(self, "coefficient", MOST_COEFFICIENT, least=0)
 
     @property
     def unit_length(self) -> float:

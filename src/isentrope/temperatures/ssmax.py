@@ -7,7 +7,7 @@ from math import log
 import torch
 from torch import Tensor, nn
 
-from isentrope.parts import Part, choice, flag, whole
+from isentrope.parts import MOST_HEADS, Part, choice, flag, shown, whole
 from isentrope.temperatures.laws import COUNTS, lengths_as_float
 
 
@@ -31,12 +31,14 @@ class SSMax(nn.Module, Part):
     ) -> None:
         super().__init__()
         self.heads, self.init_length, self.bias, self.clamp, self.count = heads, init_length, bias, clamp, count
-        whole(self, "heads", 1)
+        whole(self, "heads", 1, MOST_HEADS)
         whole(self, "init_length", 4)
         flag(self, "bias")
         choice(self, "count", COUNTS)
         if clamp is not False:
-            raise ValueError(f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {clamp!r}")
+            raise ValueError(
+                f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {shown(clamp)}"
+            )
         self.slope = nn.Parameter(torch.empty(self.heads))
         self.offset = nn.Parameter(torch.empty(self.heads)) if bias else None
         self.reset()

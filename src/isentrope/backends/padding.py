@@ -1,0 +1,59 @@
+"""Zeros in the place of padding. A weight of 0 does not undo a NaN, and kernels multiply before they mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from isentrope.backends.call import Unfolded
+from isentrope.precision import readable, wide
+
+HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
+
+
+def blank_padding(asked: Unfolded) -> Unfolded:
+    """The same with zeros in keys and values that no query sees, and in padded queries where they are not finite.
+
+    On a CPU the padded slots are looked at first: to read them costs less than to copy all keys.
+    """
+    layout = asked.layout
+    if not layout.padded:
+        return asked
+    queries, slots = layout.padding()
+    q, k, v = asked.q, asked.k, asked.v
+    if _inspectable(q, k, v):
+        first, last, some = layout.remember("padded edges", lambda: (*_edges(slots), bool(queries.any())))
+        k, v = (x if _is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) else _blank(x, slots) for x in (k, v))
+        q = q if not some or _is_small(q) else _finite(q, queries)
+    else:
+        q, k, v = _finite(q, queries), _blank(k, slots), _blank(v, slots)
+    return asked if q is asked.q and k is asked.k and v is asked.v else replace(asked, q=q, k=k, v=v)
+
+
+def _blank(x: Tensor, slots: Tensor) -> Tensor:
+    return x.masked_fill(slots[:, None, :, None], 0)
+
+
+def _finite(q: Tensor, queries: Tensor) -> Tensor:
+    return q.masked_fill(queries[:, None, :, None] & ~q.isfinite(), 0)
+
+
+def _inspectable(*tensors: Tensor) -> bool:
+    """Whether values may be read without waiting for a device: not in a graph, nor under torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is None and all(
+        x.device.type == "cpu" and type(x) in (Tensor, Parameter) and readable(x) for x in tensors
+    )
+
+
+def _edges(slots: Tensor) -> tuple[int, int]:
+    """Columns before the first number, and from the second on, are padding in some row."""
+    inside = (~slots).all(0).nonzero()
+    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (slots.shape[1], slots.shape[1])
+
+
+def _is_small(x: Tensor) -> bool:
+    """Whether all entries are finite, and so small that their products are finite too."""
+    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=wide(x)) < HARMLESS_NORM)
