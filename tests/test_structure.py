@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
     ("parts", "region", "precision", "compiled", "files", "dtypes", "extras"),
+    ("pretrained",),
     ("scores", "masks", "temperatures", "positions", "theory", "layout"),
     ("recipe", "fold"),
     ("backends",),

@@ -15,22 +15,22 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extend, restore
-from isentrope.hf.extend import load as load_extended
 from isentrope.hf.layer import NAME
 from isentrope.hf.observe import Seen, observed, recipe_of
 from isentrope.hf.plan import train_length
-from isentrope.models.config import GAUAlphaConfig
+from isentrope.models.config import LEARNED, GAUAlphaConfig
 from isentrope.models.gau import GatedAttentionUnit
+from isentrope.pretrained import load_pretrained
 from isentrope.scores import Cosine
 from isentrope.study import weights
 from isentrope.study.causal.perplexity import Text
-from isentrope.study.place import check_model, place
+from isentrope.study.place import causal_model, check_model, place_model
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 from isentrope.study.weights import Window
@@ -139,19 +139,17 @@ def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> 
 
 def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str = "auto") -> Any:
     """GAU-α or a causal model from a folder or the hub, under its own recipe or this one."""
-    device, narrow = place(device, dtype)
-    options: dict[str, Any] = {"dtype": narrow}
+    device, narrow = place_model(name, device, dtype)
     config = AutoConfig.from_pretrained(check_model(name))
     if isinstance(config, GAUAlphaConfig):  # its recipe is a part of it
-        given = {} if recipe is None else {"recipe": recipe}
-        model: Any = AutoModelForMaskedLM.from_pretrained(name, **options, **given)
-        return model.to(device)
-    extended = hasattr(config, NAME)
-    model = (load_extended if extended else AutoModelForCausalLM.from_pretrained)(name, **options)
+        # what another recipe learns may have no weights yet
+        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
+        return load_pretrained(AutoModelForMaskedLM, check_model(name), dtype=narrow, **given).to(device)
+    model: Any = causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model
-    return extend(restore(model) if extended else model, recipe)
+    return extend(restore(model) if hasattr(model.config, NAME) else model, recipe)
 
 
 def read(path: Path, name: str, length: int) -> Text:

@@ -15,10 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
+from isentrope.dtypes import cpu_dtype
+from isentrope.extras import require
 from isentrope.files import complete
 from isentrope.hf.extend import extend, load
 from isentrope.hf.layer import NAME
 from isentrope.models import GAUAlphaConfig
+from isentrope.pretrained import check_finite, check_weights, load_pretrained, saved_dtype
 from isentrope.recipe import Recipe
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -36,6 +39,15 @@ def place(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected {', '.join(DTYPES)} or auto, got {dtype!r}")
     return device, getattr(torch, dtype)
+
+
+def place_model(name: str, device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """The same for a saved model; where its half precision becomes float32 on a CPU, that is said once."""
+    device, found = place(device, dtype)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        told = PreTrainedConfig.get_config_dict(check_model(name))[0]
+        cpu_dtype(saved_dtype(check_model(name), told.get("dtype") or told.get("torch_dtype")), None, device)
+    return device, found
 
 
 def check_model(name: str) -> str:
@@ -98,13 +110,18 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
     """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
     name = check_model(name)
     if gguf_file is None:
-        saved = PreTrainedConfig.get_config_dict(name)[0].get(NAME)
-        model: Any = (load if saved else AutoModelForCausalLM.from_pretrained)(name, dtype=dtype)
+        if not PreTrainedConfig.get_config_dict(name)[0].get(NAME):
+            model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
+            return model
+        check_weights(name)
+        model = load(name, dtype=dtype)
+        check_finite(model, name)
         return model
+    require("gguf")
     # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
     unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype, gguf_file=gguf_file, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model
