@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
@@ -27,7 +28,7 @@ import isentrope.models as models
 from isentrope import dtypes
 from isentrope.cli import app
 from isentrope.models.tokenizer import character_tokenizer, without_marks
-from isentrope.pretrained import check_weights, load_pretrained, saved_dtype
+from isentrope.pretrained import check_finite, check_weights, load_pretrained, saved_dtype
 from isentrope.study.features import hidden_states
 from isentrope.study.inspect import load as load_to_inspect
 from isentrope.study.run import SHIPPED
@@ -206,6 +207,19 @@ def test_a_pickled_adapter_is_not_opened(copy, text, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none(dtype, value):
+    layer = nn.Linear(3, 5).to(dtype)
+    with torch.no_grad():
+        layer.weight[1:3] = torch.finfo(dtype).max  # whose sum is infinite, and yet all are numbers
+        layer.weight[3:] = torch.finfo(dtype).min
+        check_finite(layer, "here")
+        layer.bias[2] = value
+    with pytest.raises(ValueError, match="here: 1 of the 5 numbers in bias are NaN or infinite"):
+        check_finite(layer, "here")
+
+
 def test_tied_weights_need_not_be_saved_twice(tmp_path):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -217,6 +231,24 @@ def test_a_pooler_that_is_not_used_may_be_missing(tmp_path, tokenizer):
     BertForMaskedLM(BertConfig(num_attention_heads=2, **sizes)).bfloat16().save_pretrained(tmp_path)
     states = next(hidden_states(str(tmp_path), [torch.arange(20).numpy()], tokenizer, "cpu"))
     assert states.shape == (16,)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b'{"a', b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_other_files_of_a_model_are_named(copy, text, tmp_path, file, content):
+    (copy / file).write_bytes(content)
+    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), copy / file, "fetch or save it again")
+
+
+def test_a_model_that_is_not_on_the_hub_is_named(text, tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("We couldn't connect.\nCheck your connection.")
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    for command in ("perplexity", "evaluate"):
+        words = "no/such: We couldn't connect. Check the name, or fetch the model into a folder."
+        one_line(tell(*commands("no/such", text, tmp_path)[command]), words)
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------

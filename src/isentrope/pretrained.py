@@ -11,23 +11,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_SAFE_WEIGHTS_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from isentrope.dtypes import to_dtype
-from isentrope.files import read_json
+from isentrope.files import read_fields, read_json
 
 AGAIN = "fetch or save it again"
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # infinity in bits, and NaN above it
 
 
 def load_pretrained(
@@ -56,6 +50,8 @@ def load_pretrained(
             )
         except SafetensorError as error:
             raise ValueError(f"{where}: broken weights ({error}); {remedy}") from error
+        except RecursionError as error:
+            raise ValueError(f"{name}: a JSON file in it is nested too deep to be read; {remedy}") from error
     missing = sorted(key for key in info["missing_keys"] if not any(part in key for part in unused))
     if missing:
         unknown = sorted(info["unexpected_keys"])
@@ -66,6 +62,34 @@ def load_pretrained(
         raise ValueError(f"{where}: {key} has {shapes}; {remedy}")
     check_finite(model, where, remedy)
     return model
+
+
+def read_config(name: str | Path, **options: Any) -> dict[str, Any]:
+    """What a model's config.json says, as it is; an error names the file, or the model on the hub."""
+    if (path := Path(name).expanduser() / "config.json").is_file() and "gguf_file" not in options:
+        read_fields(path, AGAIN)
+    try:
+        found: dict[str, Any] = PreTrainedConfig.get_config_dict(name, **options)[0]
+    except OSError as error:
+        raise _unreachable(name, error) from error
+    return found
+
+
+def read_tokenizer(name: str | Path, **options: Any) -> Any:
+    """`AutoTokenizer.from_pretrained`, whose errors do not name the file, and may be of any kind."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except ImportError:
+        raise
+    except Exception as error:
+        folder = Path(name).expanduser()
+        for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+            if (folder / file).is_file():
+                read_fields(folder / file, AGAIN)
+        if isinstance(error, OSError) and not folder.is_dir():
+            raise _unreachable(name, error) from error
+        why = f"got none that can be read ({_short(error)})"
+        raise ValueError(f"{name}: expected a tokenizer, {why}; {AGAIN}") from error
 
 
 def check_weights(name: str | Path, remedy: str = AGAIN, **hub: Any) -> list[Path]:
@@ -80,9 +104,9 @@ def check_weights(name: str | Path, remedy: str = AGAIN, **hub: Any) -> list[Pat
         if pickle is not None:
             raise _pickled(name, pickle)
         raise ValueError(f"{name}: expected weights in {SAFE_WEIGHTS_NAME}, got none; {remedy}")
-    if _find(name, ADAPTER_CONFIG_NAME, hub) is not None:
-        if (adapter := _find(name, ADAPTER_SAFE_WEIGHTS_NAME, hub)) is None:
-            raise _pickled(name, ADAPTER_WEIGHTS_NAME)
+    if _find(name, "adapter_config.json", hub) is not None:
+        if (adapter := _find(name, "adapter_model.safetensors", hub)) is None:
+            raise _pickled(name, "adapter_model.bin")
         check_tensors(adapter, remedy)
     for path in found:
         check_tensors(path, remedy)
@@ -116,12 +140,18 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
 def check_finite(model: nn.Module, where: str | Path, remedy: str = AGAIN) -> None:
     """That no weight is NaN or infinite: all that is measured would be, or be blamed on something else."""
     for key, x in model.named_parameters():
-        # the sum is the faster question; only where it is not finite, each number is looked at
-        if x.is_meta or x.dtype not in DTYPES.values() or x.detach().sum(dtype=torch.float32).isfinite():
+        if x.is_meta or not x.numel() or x.dtype not in DTYPES.values() or _all_finite(x.detach()):
             continue
         count = int((~x.detach().isfinite()).sum())
-        if count:
-            raise ValueError(f"{where}: {count} of the {x.numel()} numbers in {key} are NaN or infinite; {remedy}")
+        raise ValueError(f"{where}: {count} of the {x.numel()} numbers in {key} are NaN or infinite; {remedy}")
+
+
+def _all_finite(x: torch.Tensor) -> bool:
+    """`x.isfinite().all()`, up to twenty times faster on a CPU: billions of weights are looked at."""
+    if x.dtype in SPECIAL:  # exponents of ones mark what is not finite
+        return int((x.view(torch.int16) & 0x7FFF).amax()) < SPECIAL[x.dtype]
+    # the sum is finite where all is, unless it overflows
+    return bool(x.sum(dtype=torch.float32).isfinite()) or bool(x.isfinite().all())
 
 
 def saved_dtype(name: str | Path, known: torch.dtype | str | None = None, **hub: Any) -> torch.dtype | None:
@@ -180,6 +210,18 @@ def _kind(model: Any) -> str:
 
 def _named(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} other weight{'s' * (len(keys) > 2)}"
+
+
+def _unreachable(name: str | Path, error: OSError) -> OSError:
+    """Errors of the hub do not name the model."""
+    if error.errno is not None:
+        return error
+    return OSError(f"{name}: {_first_line(error)} Check the name, or fetch the model into a folder.")
+
+
+def _short(error: Exception) -> str:
+    words = _first_line(error)
+    return f"{words[:100]}…" if len(words) > 100 else words or type(error).__name__
 
 
 def _first_line(error: Exception) -> str:

@@ -84,7 +84,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def _add_to(checksum: int, name: str, x: Tensor) -> int:
     """CRC-32 of what was added so far, then of a tensor's name and bytes."""
-    content = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = memoryview(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     return zlib.crc32(content, zlib.crc32(name.encode(), checksum))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from isentrope.data import duplicates, partition
 from isentrope.data.prepared import FORMAT, MANIFEST, TOKENIZER
@@ -20,6 +19,7 @@ from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, files, tokenize
 from isentrope.files import BrokenFileError, complete, read_fields, read_json
 from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
+from isentrope.pretrained import read_tokenizer
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
@@ -118,12 +118,12 @@ def _tokenizer(source: Source, fingerprint: str, saved: Path, options: Options) 
     if options.tokenizer == CHARACTERS:
         mark = saved / MADE_FROM
         if _read_mark(mark) == _made_from(fingerprint, options):
-            return AutoTokenizer.from_pretrained(saved)
+            return read_tokenizer(saved)
         texts = (document.text for document in progress(source.documents(), "characters", source.limit))
         return character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
     if options.tokenizer.endswith(".txt"):
         return published_tokenizer(options.tokenizer)
-    found = AutoTokenizer.from_pretrained(options.tokenizer)
+    found = read_tokenizer(options.tokenizer)
     if getattr(found, "backend_tokenizer", None) is None:
         raise ValueError(f"tokenizer: expected a fast one, got {type(found).__name__} in {options.tokenizer}")
     return found

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer
 
 from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
 from isentrope.files import BrokenFileError, claimed, complete, read_fields, read_json
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
-from isentrope.pretrained import check_tensors, load_pretrained
+from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
 from isentrope.study.cells import MEASURED, cell_path, is_done, read_cell
 from isentrope.study.checkpoint import read_log, write_json
 from isentrope.study.evaluate import UnmeasurableError, evaluate, summary
@@ -178,7 +177,7 @@ def _checkpoint(
             content.update(file.read_bytes())
         check_tensors(folder / "model.safetensors")
         config_of(GAUAlphaConfig, folder)
-        check_tokens(folder, AutoTokenizer.from_pretrained(prepared.tokenizer_path))
+        check_tokens(folder, read_tokenizer(prepared.tokenizer_path))
         return Trained(checkpoint.name, seed, folder, content.hexdigest()[:16])
     options = dict(checkpoint.train)
     start = found.get((str(options.get("model")), seed))
@@ -267,7 +266,7 @@ class _Evaluation:
         self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
         self.documents, self.hashes = prepared.documents("test"), _hashes(prepared, "test")
         self.others = prepared.documents("validation"), _hashes(prepared, "validation")
-        self.mask_token: int = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
+        self.mask_token: int = read_tokenizer(prepared.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)
         self.machine = {key: value for key, value in provenance().items() if key != "date"}
 
@@ -323,7 +322,7 @@ class _Evaluation:
             sizes = config_of(GAUAlphaConfig, cell.trained.folder)
             # what the text leaves open is the plan's training length, whatever the model's config says
             recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
-            options = {"recipe": recipe, "dtype": self.dtype}
+            options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
             model: Any = load_pretrained(GAUAlphaForMaskedLM, cell.trained.folder, **options)
             self.loaded = wanted, model.to(self.device).eval()
         return self.loaded[1]

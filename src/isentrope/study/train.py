@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from isentrope.data.batches import Batches, Crops, NextTokens
 from isentrope.data.prepared import Prepared
@@ -27,7 +27,7 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
-from isentrope.pretrained import check_tensors, load_pretrained
+from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
 from isentrope.study.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
 from isentrope.study.place import check_model, check_tokens, config_of
 from isentrope.study.provenance import provenance
@@ -74,7 +74,7 @@ class Run:
     def __init__(self, prepared: Prepared, config: Config, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
         self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
-        tokenizer: Any = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
+        tokenizer: Any = read_tokenizer(prepared.tokenizer_path)
         self.batches, self.held_out = _batches(prepared, config, tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = _identity(prepared, config, self.steps)

@@ -21,14 +21,14 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.files import BrokenFileError, complete, read_fields
 from isentrope.hf.extend import extended
 from isentrope.hf.plan import train_length
 from isentrope.precision import wide
-from isentrope.pretrained import check_finite
+from isentrope.pretrained import check_finite, read_tokenizer
 from isentrope.recipe import Recipe
 from isentrope.study.place import causal_model, check_model, place, place_model
 from isentrope.study.progress import progress
@@ -99,7 +99,7 @@ def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> Pr
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    return AutoTokenizer.from_pretrained(check_model(name), **options)
+    return read_tokenizer(check_model(name), **options)
 
 
 def described(model: PreTrainedModel, name: str) -> dict[str, str]:
