@@ -51,6 +51,15 @@ def test_the_law_that_learns_is_the_one_that_is_kept(shape):
     assert torch.equal(learned.scale(n[..., :15], 8).flatten(), torch.ones(15 * shape[1]))
 
 
+@pytest.mark.parametrize("content", ["", '{"model": {', "{}"])
+def test_broken_results_are_named_and_measured_again(tmp_path, caplog, content):
+    (tmp_path / "calibrate.json").write_text(content)
+    begun = study._Calibration(llama(), texts(length=100), Config(100), tmp_path, "tiny", silent)
+    assert begun.data["cells"] == [] and begun.data["seconds"] == 0
+    assert f"{tmp_path / 'calibrate.json'}: expected " in caplog.messages[0]
+    assert caplog.messages[0].endswith("all is measured again")
+
+
 def exact(model):
     """In fp64 throughout: Llama's own norms are fp32 in any dtype."""
     for layer in model.model.layers:

@@ -102,3 +102,64 @@ def test_sympy_is_the_same_everywhere(monkeypatch):
     with pytest.raises(CorpusError, match=r"sympy==1\.14\.0"):
         sympy_documents()
     assert len(sympy_documents(verify=False)) == 550
+
+
+def lines(path, *contents):
+    path.write_bytes(b"\n".join(contents))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_wrong_byte_breaks_its_own_line_and_no_other(tmp_path, caplog, ending):
+    """Read as one text, its block of thousands of bytes would be lost with it."""
+    rows = [b'{"text": "%d"}' % i for i in range(1, 9)]
+    rows[4] = b'{"text": "caf\xe9"}'
+    path = tmp_path / f"texts.jsonl{ending}"
+    with gzip.open(path, "wb") if ending else path.open("wb") as file:
+        file.write(b"\n".join(rows))
+    with pytest.raises(CorpusError, match=r"texts\.jsonl.*:5: expected UTF-8, got .*0xe9") as caught:
+        list(documents([path]))
+    assert str(caught.value).startswith(f"{path}:5: ")
+    with caplog.at_level(logging.WARNING):
+        found = [document.text for document in documents([path], skip_broken=True)]
+    assert found == ["1", "2", "3", "4", "6", "7", "8"]
+    assert len(caplog.messages) == 1 and f"{path}:5:" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n', ["one", "two"]),
+        ("a.txt", b"one", ["one"]),
+        ("a.json", b'[{"text": "one"}]', ["one"]),
+        ("a.fasta", b">x\nACGT\n", ["ACGT"]),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, content, texts):
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert [document.text for document in documents([tmp_path / name])] == texts
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r", b"\n"])
+def test_ends_of_lines(tmp_path, end):
+    (tmp_path / "a.jsonl").write_bytes(end.join((b'{"text": "one"}', b"", b'{"text": "two"}', b"")))
+    assert [(d.name, d.text) for d in documents([tmp_path / "a.jsonl"])] == [("a.jsonl:1", "one"), ("a.jsonl:3", "two")]
+
+
+@pytest.mark.parametrize("broken", [b"[" * 100_000, b'{"text": ' * 100_000, b'{"text": ' + b"9" * 5000 + b"}"])
+def test_brackets_in_brackets_are_a_broken_line(tmp_path, broken):
+    path = lines(tmp_path / "a.jsonl", b'{"text": "one"}', broken, b'{"text": "two"}')
+    with pytest.raises(CorpusError, match=":2: expected a JSON object a line, got "):
+        list(documents([path]))
+    assert [document.text for document in documents([path], skip_broken=True)] == ["one", "two"]
+    whole = tmp_path / "a.json"
+    whole.write_bytes(broken)
+    assert [document.text for document in documents([whole])] == [broken.decode()]  # JSON of no kind is a text
+
+
+def test_a_wrong_byte_breaks_its_record(tmp_path):
+    path = lines(tmp_path / "a.fasta", b">x", b"AC", b">y", b"AC", b"\xff", b"GT", b">z", b"GG")
+    with pytest.raises(CorpusError, match=":5: expected UTF-8"):
+        list(documents([path]))
+    found = [(document.name, document.text) for document in documents([path], skip_broken=True)]
+    assert found == [("x", "AC"), ("z", "GG")]

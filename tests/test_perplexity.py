@@ -21,7 +21,7 @@ import isentrope as ise
 from isentrope.cli import app
 from isentrope.data.corpus import Document
 from isentrope.models.tokenizer import character_tokenizer, without_marks
-from isentrope.report import figures, tables
+from isentrope.report import figures, leaderboard, tables
 from isentrope.study.causal import perplexity
 from isentrope.study.causal.perplexity import Config, Text, run, summary, token_losses
 from tests.hf.tiny import llama, tokens
@@ -92,6 +92,33 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch):
     assert count == 10  # the fifth again, and the four after it
     assert data["rows"] == whole["rows"] and data["paired"] == whole["paired"]
     assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("content", ["", '{"model": {', "{}", "[]"])
+def test_broken_results_are_named_and_measured_again(tmp_path, caplog, content):
+    config = Config(("plain",), (0, 32))
+    path = run(llama(), "tiny", texts(1), config, tmp_path)
+    whole = json.loads(path.read_text())
+    path.write_text(content)
+    assert json.loads(run(llama(), "tiny", texts(1), config, tmp_path).read_text())["rows"] == whole["rows"]
+    assert f"{path}: expected " in caplog.messages[0] and caplog.messages[0].endswith("all is measured again")
+
+
+@pytest.mark.parametrize("content", ["", "{}"])
+def test_broken_results_are_not_drawn(tmp_path, content):
+    (tmp_path / "perplexity.json").write_text(content)
+    with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the same command again"):
+        perplexity.failures(tmp_path / "perplexity.json", ["plain"])
+    with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the command that wrote it again"):
+        leaderboard.rank(tmp_path)
+
+
+def test_logits_that_are_no_numbers_are_no_other_models_fault(tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3e38)  # finite, but what it makes is not
+    with pytest.raises(ValueError, match="llama: its logits are NaN or infinite in float32"):
+        run(model, "tiny", texts(1), CONFIG, tmp_path)
 
 
 def test_what_was_measured_stays_when_another_recipe_is_asked_for(tmp_path):

@@ -57,6 +57,12 @@ def manifest(folder, without_run=True):
     return {key: value for key, value in data.items() if key != "run" or not without_run}
 
 
+def test_a_broken_manifest_is_named(laws, tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format"')
+    with pytest.raises(ValueError, match=r"manifest\.json: expected JSON, .*; delete it to prepare the corpus again"):
+        prepare(Source(str(laws)), tmp_path, Options(test=2))
+
+
 def test_the_manifest_says_what_was_done(laws, done):
     data = manifest(done, without_run=False)
     assert data["source"]["name"] == str(laws) and data["options"]["seed"] == 0

@@ -359,6 +359,17 @@ def test_results_of_something_else(letters, tmp_path):
             run(tiny(letters), name, prompts, haystack, Config(**(vars(config) | changed)), tmp_path)
 
 
+@pytest.mark.parametrize("content", ["", '{"model": {', "{}"])
+def test_broken_results_are_named_and_measured_again(letters, tmp_path, caplog, content):
+    config = Config(("plain",), ("passkey",), (400,), (50,), 1, score="forced")
+    path = run(tiny(letters), "tiny", Prompts.of(letters), FILLED, config, tmp_path)
+    whole = json.loads(path.read_text())
+    path.write_text(content)
+    run(tiny(letters), "tiny", Prompts.of(letters), FILLED, config, tmp_path)
+    assert json.loads(path.read_text())["rows"] == whole["rows"]
+    assert f"{path}: expected " in caplog.messages[0] and caplog.messages[0].endswith("all is measured again")
+
+
 def test_a_cell_that_fails_is_told_and_tried_again(letters, tmp_path, monkeypatch):
     real, model = retrieval.forced, tiny(letters)
 

@@ -8,10 +8,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isentrope.data.prepared import Prepared
 from isentrope.files import claimed, complete
@@ -117,6 +119,68 @@ def test_rerunning_does_only_what_is_missing(done, plan, corpus, monkeypatch):
     (done / "cells" / f"{lost['key']}.json").unlink()
     run(plan, done, corpus, lambda words: None)
     assert seen.count(64) == 1 and 16 not in seen and (done / "small" / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", '{"result": {"ppl"', "{}", "[]", '{"result": {}, "timing": {}}'])
+def test_a_broken_cell_is_named_and_measured_again(done, plan, corpus, tmp_path, monkeypatch, caplog, content):
+    out = Path(shutil.copytree(done, tmp_path / "out"))
+    before = (out / "small" / "results.jsonl").read_bytes()
+    lost = next(row for row in rows(out) if row["length"] == 64)
+    path = out / "cells" / f"{lost['key']}.json"
+    path.write_text(content)
+    assert status(plan, out) == {"plan": "small", "cells": 24, "done": 15, "failed": 8}
+    assert f"{path}: " in caplog.messages[0] and "it has to be measured again" in caplog.messages[0]
+    seen = counting(monkeypatch)
+    run(plan, out, corpus, lambda words: None)
+    assert seen.count(64) == 1 and 16 not in seen and (out / "small" / "results.jsonl").read_bytes() == before
+
+
+def test_a_broken_list_of_cells_is_named(done, plan, tmp_path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "cells.json").write_text('["a')
+    with pytest.raises(ValueError, match=r"cells\.json: expected JSON, got a broken file .*; run the plan again"):
+        status(plan, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"identity": "'])
+def test_a_broken_train_json_is_named_and_trained_again(done, corpus, tmp_path, content):
+    """Checkpoints lie in folders named by their configuration: what is trained there again is the same."""
+    plan = plans.parse("small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]")
+    out = copied(done, tmp_path)
+    folder = max(
+        out.glob("checkpoints/dot-*"),
+        key=lambda path: json.loads((path / "train.json").read_text())["config"]["seed"] == 0,
+    )
+    weights = (folder / "best" / "model.safetensors").read_bytes()
+    (folder / "train.json").write_text(content)
+    said = []
+    assert run(plan, out, corpus, said.append)["done"] == 1
+    assert len(said) == 1 and str(folder / "train.json") in said[0] and "begins again" in said[0]
+    assert json.loads((folder / "train.json").read_text())["finished"]
+    assert (folder / "best" / "model.safetensors").read_bytes() == weights
+
+
+def test_broken_weights_of_a_checkpoint_are_named(done, corpus, tmp_path):
+    plan = plans.parse("small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]")
+    out = copied(done, tmp_path)
+    path = next(out.glob("checkpoints/base-*")) / "best" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"broken safetensors file .*; delete .* to train it again") as caught:
+        run(plan, out, corpus, lambda words: None)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_weights_that_a_study_is_given(done, corpus, tmp_path):
+    mine = Path(shutil.copytree(next(done.glob("checkpoints/dot-*")) / "best", tmp_path / "model"))
+    plan, path = plans.single(str(mine), ["rope"], "16", 2, "single"), mine / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "o_dense" in name)
+    save_file({("other" if key == name else key): x for key, x in tensors.items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"model.safetensors: lacks {name} of the gau_alpha model, but has other"):
+        run(plan, tmp_path, corpus, lambda words: None)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"broken safetensors file .*; fetch or save it again"):
+        run(plan, tmp_path, corpus, lambda words: None)
 
 
 def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_path, monkeypatch):

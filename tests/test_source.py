@@ -12,6 +12,7 @@ import pytest
 
 from isentrope.data.corpus import CorpusError, sympy_documents
 from isentrope.data.source import Source
+from isentrope.extras import MissingExtraError
 
 
 def write(path, rows):
@@ -182,5 +183,5 @@ def test_no_network_and_no_library(monkeypatch):
     with pytest.raises(CorpusError, match="owner/name: cannot be loaded: Couldn't reach"):
         texts(Source("owner/name"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CorpusError, match=r"isentrope\[hub\]"):
+    with pytest.raises(MissingExtraError, match=r"isentrope\[hub\]"):
         texts(Source("owner/name"))

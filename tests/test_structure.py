@@ -14,7 +14,8 @@ import isentrope
 SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
-    ("parts", "region", "precision", "compiled", "files", "imports"),
+    ("parts", "region", "precision", "compiled", "files", "imports", "dtypes", "extras"),
+    ("pretrained",),
     ("scores", "masks", "temperatures", "positions", "theory", "layout"),
     ("recipe", "fold"),
     ("backends",),

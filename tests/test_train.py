@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,12 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, LlamaForCausalLM
@@ -797,6 +801,99 @@ def test_tensors_are_written_whole_or_not_at_all(tmp_path):
     assert path.stat().st_mode == plain.stat().st_mode
 
 
+@pytest.fixture(scope="module")
+def stopped(corpus, tmp_path_factory):
+    """A run that was stopped at its fifth step."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(Interrupted):
+            train(corpus, TINY, out)
+    return out
+
+
+def truncate_state(path):
+    path.write_bytes(path.read_bytes()[:-1])
+    return "broken safetensors file"
+
+
+def flip_a_weight(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    return "its content was changed after it was written"
+
+
+def rename_a_weight(path):
+    tensors = load_file(path)
+    tensors["model.other"] = tensors.pop(next(name for name in tensors if name.startswith("model.")))
+    save_tensors(tensors, path, {"progress": "{}"})
+    return "of another model"
+
+
+@pytest.mark.parametrize("harm", [truncate_state, flip_a_weight, rename_a_weight])
+def test_a_broken_state_is_named_and_gone_on_without(corpus, done, stopped, tmp_path, harm):
+    out = Path(shutil.copytree(stopped, tmp_path / "run"))
+    path = out / "state-000000005.safetensors"
+    words = harm(path)
+    with pytest.raises(
+        ValueError, match=f"{words}.*; delete it, and the same command goes on from the first step"
+    ) as e:
+        train(corpus, TINY, out)
+    assert str(e.value).startswith(f"{path}: ")
+    path.unlink()
+    train(corpus, TINY, out)
+    assert_same_weights(out, done)
+
+
+def test_a_state_from_before_checksums_is_gone_on_from(corpus, done, stopped, tmp_path):
+    out = Path(shutil.copytree(stopped, tmp_path / "run"))
+    path = out / "state-000000005.safetensors"
+    with safe_open(path, "pt") as file:
+        progress = file.metadata()["progress"]
+    save_tensors(load_file(path), path, {"progress": progress})
+    train(corpus, TINY, out)
+    assert_same_weights(out, done)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"identity": "'])
+def test_a_broken_train_json_is_named(corpus, done, stopped, tmp_path, content):
+    out = Path(shutil.copytree(stopped, tmp_path / "run"))
+    (out / "train.json").write_text(content)
+    with pytest.raises(ValueError, match=r"train\.json: expected .*; delete it, and the same command goes on"):
+        train(corpus, TINY, out)
+    (out / "train.json").unlink()
+    train(corpus, TINY, out)
+    assert_same_weights(out, done)
+
+
+def test_broken_weights_of_a_finished_run_are_named(corpus, done, tmp_path):
+    out = Path(shutil.copytree(done, tmp_path / "run"))
+    (out / "final" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"final/model\.safetensors: broken .*; delete .*run to train it again"):
+        train(corpus, TINY, out)
+
+
+def test_a_start_from_broken_weights_or_a_pickle(corpus, done, tmp_path):
+    start = Path(shutil.copytree(done / "best", tmp_path / "start"))
+    path = start / "model.safetensors"
+    words = ["train", str(corpus), "--out", str(tmp_path / "run"), "--model", str(start), "--layers", "2"]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and f"{path}: broken safetensors file" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    tensors = load_file(done / "best" / "model.safetensors")
+    save_tensors({f"other.{name}": x for name, x in tensors.items()}, path, {"format": "pt"})
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and f"{path}: lacks " in result.stderr and len(result.stderr.splitlines()) == 1
+    path.unlink()
+    (start / "pytorch_model.bin").write_bytes(pickle.dumps(tensors))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and "pytorch_model.bin, a pickle" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_a_log_that_was_cut_short_is_gone_on_with(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 2, "loss": 1.5}\n{"step": 4, "loss": 1.0}\n{"step": 6, "lo')
@@ -956,6 +1053,18 @@ def test_losses_of_a_run_that_is_being_written(four, tmp_path):
         file.write('{"step": 6, "lo')
     shown = tell("losses", tmp_path, "--out", tmp_path / "losses")
     assert shown.exit_code == 0, shown.output
+
+
+def test_losses_of_a_run_whose_files_are_broken(four, tmp_path):
+    for name in ("train.json", "log.jsonl"):
+        (tmp_path / name).write_text((four[0] / name).read_text())
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(b"\xff\n")
+    drawn = tell("losses", tmp_path, "--out", tmp_path / "losses")
+    assert_one_line(drawn, 2, "log.jsonl, line")
+    (tmp_path / "train.json").write_text("")
+    drawn = tell("losses", tmp_path, "--out", tmp_path / "losses")
+    assert_one_line(drawn, 2, "train.json: expected JSON, got a broken file (it is empty)")
 
 
 def test_losses_of_a_run_that_has_not_begun(four, tmp_path):

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
+from isentrope.extras import named_extras
 from isentrope.imports import after_import
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
@@ -76,7 +77,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
-    module = import_module(_LATER[name])
+    with named_extras():
+        module = import_module(_LATER[name])
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
 
 

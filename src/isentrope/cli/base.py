@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from isentrope.extras import MissingExtraError, named_extras
+from isentrope.files import explain
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
 app.add_typer(data, name="data")
@@ -23,14 +26,16 @@ TEXTS = "Files, folders, globs: text, .parquet, or .jsonl(.xz) with a 'text' a l
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     try:
-        yield
+        with named_extras():
+            yield
     except BrokenPipeError:
         raise  # the reader has gone: nobody to tell
     except KeyboardInterrupt:
         typer.echo("isentrope: interrupted; the same command goes on with what is missing", err=True)
         raise typer.Exit(130) from None
-    except (ValueError, OSError) as error:
-        typer.echo(f"isentrope: {str(error).strip().partition(chr(10))[0]}", err=True)
+    except (ValueError, OSError, MissingExtraError) as error:
+        words = explain(error) if isinstance(error, OSError) else str(error)
+        typer.echo(f"isentrope: {words.strip().partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None
 
 

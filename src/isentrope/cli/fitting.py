@@ -34,7 +34,9 @@ def calibrate(
     ] = Path("results/calibrate"),
     save: Annotated[Path | None, typer.Option(help="A new folder: the model with the recipe in its config.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """Fit a temperature to your own text, the model frozen; half of the documents are held out and decide.

@@ -52,7 +52,9 @@ def perplexity(
     documents: Annotated[int, typer.Option(help="At most this many documents, the first that are long enough.")] = 8,
     out: Annotated[Path, typer.Option(help="Folder for perplexity.json, .png and .svg.")] = Path("results/perplexity"),
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """Perplexity by position in long texts, under one recipe after another. What is already measured is kept.
@@ -104,7 +106,9 @@ def retrieval(
     seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for retrieval.json and heatmaps.")] = Path("results/retrieval"),
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """What a model finds again in long texts, under one recipe after another. What is already measured is kept.
@@ -142,7 +146,9 @@ def inspect(
     region: Annotated[str | None, typer.Option(help="Queries and keys of the heatmaps, as 0:512,0:512.")] = None,
     inset: Annotated[str | None, typer.Option(help="A part to draw beside it, as 3516:3536,3516:3536.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for inspect.json, heatmaps and figures.")] = Path("results/inspect"),
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """How focused a model's attention is, at which angles, and where: numbers and figures.

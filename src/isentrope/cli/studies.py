@@ -18,12 +18,13 @@ def study_list() -> None:
 
     isentrope study list
     """
-    from rich.console import Console
+    with errors_in_one_line():
+        from rich.console import Console
 
-    from isentrope.report import tables
-    from isentrope.study import plan as plans
+        from isentrope.report import tables
+        from isentrope.study import plan as plans
 
-    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+        Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
 
 
 @study.command("run")
@@ -217,7 +218,9 @@ def evaluate(
         Path | None, typer.Option(help="Folder for the results; results/evaluate, or for GAU-α results.")
     ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """Which recipe works best for a model past its training length, on your own text. What is measured is kept.

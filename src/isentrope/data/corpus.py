@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import json
@@ -11,8 +12,11 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from isentrope.extras import named_extras
 
 logger = logging.getLogger("isentrope")
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -105,17 +109,31 @@ def _reader(path: Path) -> Callable[[Path, str], Iterator[Found]]:
 
 
 def _open(path: Path) -> TextIO:
-    return COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8")
+    """Without the byte-order mark that some editors put before a text."""
+    return COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path) -> Iterator[tuple[int, str | CorpusError]]:
+    """Lines by number, each decoded by itself: a wrong byte breaks its own line, and no other."""
     number = 0
     try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                yield number, line
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        with _open_bytes(path) as lines:
+            for line in chain.from_iterable(map(bytes.splitlines, lines)):  # an old end of line is a lone \r
+                number += 1
+                yield number, _decoded(path, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise EOFError(f"past line {number}: {error}") from error
+
+
+def _open_bytes(path: Path) -> BinaryIO:
+    return COMPRESSED.get(path.suffix, open)(path, "rb")
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str | CorpusError:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return CorpusError(f"{path}:{number}: expected UTF-8, got {error}")
 
 
 def _whole(path: Path, column: str) -> Iterator[Found]:
@@ -125,11 +143,14 @@ def _whole(path: Path, column: str) -> Iterator[Found]:
 
 def _json_lines(path: Path, column: str) -> Iterator[Found]:
     for number, line in _lines(path):
+        if isinstance(line, CorpusError):
+            yield line
+            continue
         if not line.strip():
             continue
         try:
             data = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, of brackets in brackets
             yield CorpusError(f"{path}:{number}: expected a JSON object a line, got {error}")
             continue
         yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
@@ -152,7 +173,7 @@ def _json(path: Path, column: str) -> Iterator[Found]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -161,10 +182,8 @@ def _is_record(data: Any, column: str) -> bool:
 
 
 def _parquet(path: Path, column: str) -> Iterator[Found]:
-    try:
+    with named_extras():
         from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise CorpusError(f"{path}: expected pyarrow to be installed for Parquet files") from error
     number = 0
     for batch in ParquetFile(path).iter_batches(64):
         for data in batch.to_pylist():
@@ -192,13 +211,17 @@ def record(data: Any, name: str, where: str, column: str) -> Found:
 
 
 def _fasta(path: Path, column: str) -> Iterator[Found]:
-    name, parts = None, list[str]()
+    name, parts, broken = None, list[str](), False
     for number, line in _lines(path):
-        if line.startswith(">"):
+        if isinstance(line, CorpusError):
+            yield line
+            name, broken = None, True  # and with it the record
+        elif line.startswith(">"):
             if name is not None:
                 yield Document(name, text="".join(parts))
             name, parts = line[1:].split(maxsplit=1)[0] if line[1:].strip() else f"{path.name}:{number}", []
-        elif line.strip():
+            broken = False
+        elif line.strip() and not broken:
             if name is None:
                 yield CorpusError(f"{path}:{number}: expected a record that begins with '>', got {line[:20]!r}")
                 return

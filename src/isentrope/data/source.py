@@ -16,6 +16,7 @@ from typing import Any
 
 from isentrope.data import corpus
 from isentrope.data.corpus import CorpusError, Document, documents, record, sympy_documents
+from isentrope.extras import named_extras
 
 logger = logging.getLogger("isentrope")
 HUB = "hub:"
@@ -102,10 +103,8 @@ class Source:
 
     @cached_property
     def _builder(self) -> Any:
-        try:
+        with named_extras():
             from datasets import load_dataset_builder
-        except ImportError as error:
-            raise CorpusError(f"{self.word}: expected the datasets library; pip install isentrope[hub]") from error
         name = self.word.removeprefix(HUB)
         try:
             return load_dataset_builder(name, self.subset, data_files=self.data_files)

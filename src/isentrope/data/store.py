@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isentrope.data.corpus import CorpusError, Document
-from isentrope.files import complete
+from isentrope.files import complete, read_fields
 
 TEXTS, CHARACTERS = 64, 1 << 19  # tokenized at once, at most; one longer text goes alone
 AT_ONCE = 1 << 22  # tokens counted
@@ -39,10 +39,14 @@ class TokenStore:
     def open(cls, folder: Path, key: str) -> TokenStore:
         """What `tokenize` wrote for this key; FileNotFoundError where it has not."""
         flat, index = files(folder, key)
-        data = json.loads(index.read_text(encoding="utf-8"))
+        again = f"delete it and {flat.name}, and prepare the corpus again"
+        data = read_fields(index, again, "lengths", "names", "sha256", "groups", "characters", "counts")
         lengths = np.array(data.pop("lengths"), np.int64)
         total = int(lengths.sum())
-        ids = np.load(flat, mmap_mode="r") if total else np.empty(0, np.int32)  # nothing cannot be mapped
+        try:
+            ids = np.load(flat, mmap_mode="r") if total else np.empty(0, np.int32)  # nothing cannot be mapped
+        except (ValueError, EOFError) as error:
+            raise CorpusError(f"{flat}: broken ({error}); delete it and {index.name}, and prepare again") from error
         if ids.dtype != np.int32 or ids.shape != (total,):
             raise CorpusError(
                 f"{flat}: expected {total} tokens, got {ids.dtype} {ids.shape}; delete it and {index.name}"

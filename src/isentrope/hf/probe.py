@@ -191,6 +191,11 @@ def _at_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A rotary module's answer that leaves queries and keys as they are: cos 1, sin 0."""
+    if not isinstance(output, tuple):
+        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+        raise UnsupportedModelError(
+            f"{kind}: rotates by complex numbers, in place of cosines and sines, which no recipe can change yet"
+        )
     return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 

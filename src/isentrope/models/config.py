@@ -12,6 +12,8 @@ from isentrope.recipe import Recipe
 from isentrope.scores import Cosine
 from isentrope.temperatures import SoftmaxPlus
 
+LEARNED = (".learned.",)  # in the names of weights that a recipe brings
+
 
 class GAUAlphaConfig(PreTrainedConfig):
     """Sizes of GAU-α, and the recipe its attention follows.

@@ -22,11 +22,13 @@ from transformers.modeling_outputs import (
 
 from isentrope.attention import attention
 from isentrope.compiled import compiled
+from isentrope.dtypes import cpu_dtype
 from isentrope.layout import Layout, layout_of, token_frames
 from isentrope.models.config import GAUAlphaConfig, gau_recipe
 from isentrope.models.dropout import dropout
 from isentrope.positions import CLEX
 from isentrope.precision import wide
+from isentrope.pretrained import HUB, saved_dtype
 from isentrope.recipe import Recipe
 from isentrope.temperatures import SSMax
 
@@ -162,6 +164,18 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["GAULayer"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = [r"encoder\.layer\.\d+\."]  # noqa: RUF012  # fewer layers than were saved
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *inputs: Any, **options: Any) -> Any:  # type: ignore[override]
+        """As for any model of transformers, but half precision becomes float32 on a CPU unless `dtype` is given."""
+        if name is not None and options.get("dtype", options.get("torch_dtype")) is None:
+            config = options.get("config")
+            known = getattr(config, "dtype", None) if isinstance(config, GAUAlphaConfig) else None
+            hub = {key: options[key] for key in HUB if key in options}
+            where = options.get("device_map")
+            device = where if isinstance(where, torch.device) or where in ("cpu", "cuda") else None
+            options["dtype"] = cpu_dtype(saved_dtype(name, known, **hub), None, device)
+        return super().from_pretrained(name, *inputs, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (CLEX, SSMax)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.markup import escape
 from rich.table import Table
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report.figures import COLOURS, DASHES, GREY, RC, STYLES, _length_axis, save
 from isentrope.report.tables import STYLE, perplexity_cell, thousands
 
@@ -40,7 +40,7 @@ SPREAD = 0.09  # between the candidates of one bucket, buckets being 1 apart
 
 def table(results: Path) -> Table:
     """Held-out perplexity of each candidate of `calibrate.json`, by position and beyond the training length."""
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
     rows = data["candidates"]
     told = Table(
         title=f"Held-out perplexity: {data['model']['name']}, {_held(data)} texts, {escape(data['recipe'])}",
@@ -71,7 +71,7 @@ def table(results: Path) -> Table:
 
 def draw(results: Path) -> list[Path]:
     """τ against n, what each law changes, and entropies before and after, beside `calibrate.json` as .png and .svg."""
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(15.5, 5.4), layout="constrained")
         tau, change, entropy = figure.subplots(1, 3)

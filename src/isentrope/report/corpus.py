@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report.figures import GREY, INK, RC, save
 
 # Paul Tol's "bright": blue and red differ for colour-blind readers, and so do the markers
@@ -20,7 +20,7 @@ DRAWN: dict[str, Any] = {"s": 120, "alpha": 1, "edgecolors": INK, "linewidths": 
 
 def partition(manifest: Path, out: Path | None = None) -> list[Path]:
     """The three panels of the paper's appendix A.1, as `partition.png` and `.svg` beside the manifest, or as `out`."""
-    data = json.loads(manifest.read_text(encoding="utf-8"))
+    data = read_fields(manifest, AGAIN, "documents")
     held = [row for row in data["documents"] if "pca" in row]
     with matplotlib.rc_context(RC | LARGE):
         figure = Figure(figsize=(13, 5.2), layout="constrained")

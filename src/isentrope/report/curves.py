@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report.figures import COLOURS, DASHES, GREY, INK, RC, save
 from isentrope.report.published import FLOOR, Beside
 from isentrope.report.study import Row
@@ -26,7 +27,7 @@ METRICS = {"acc": "accuracy", "ppl": "perplexity"}
 
 def curves(folder: Path) -> list[Path]:
     """Figures of one plan's folder, drawn into its `figures/`, with captions in `figures.json`."""
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    plan = read_fields(folder / "plan.json", AGAIN, "protocol", "rows")
     lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if not row["failed"]]
     if not rows:
@@ -45,7 +46,7 @@ def curves(folder: Path) -> list[Path]:
             "Attention entropy by layer against length; the line above is ln n, uniform attention."
         )
     captions_file = out / "figures.json"
-    known = json.loads(captions_file.read_text(encoding="utf-8")) if captions_file.exists() else {}
+    known = read_fields(captions_file, "delete it, and run the plan again") if captions_file.exists() else {}
     captions_file.write_text(json.dumps(known | captions, indent=1, ensure_ascii=False), encoding="utf-8")
     return drawn
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from math import inf, log, nan
 from pathlib import Path
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from isentrope.files import complete
+from isentrope.files import AGAIN, complete, read_fields
 
 # Paul Tol's "muted", safe for colour-blind readers, with a marker each for readers in grey
 STYLES: dict[str, tuple[str, str]] = {
@@ -50,7 +49,7 @@ LABEL_GAP = 0.043
 
 def laws(results: Path) -> list[Path]:
     """Entropy and τ against n for each law of `laws.json`, drawn beside it as `laws.png` and `laws.svg`."""
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN)
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(13, 5.8), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
@@ -208,7 +207,7 @@ MARKERS = "os^D"
 
 def perplexity(results: Path) -> list[Path]:
     """Perplexity against position for each recipe of `perplexity.json`, drawn beside it: all, and those that hold."""
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN)
     edges, rows = data["config"]["edges"], data["rows"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     methods: dict[str, tuple[str, str]] = {}

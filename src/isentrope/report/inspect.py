@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -18,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report.figures import COLOURS, DASHES, DOTS, GREY, INK, RC, _label_ends, _length_axis, save
 
 LARGE: dict[Any, Any] = {"font.size": 13, "axes.titlesize": 13}  # legible at half the width of a page
@@ -42,7 +42,7 @@ class Look:
         results = folder / "inspect.json"
         if not results.is_file():
             raise ValueError(f"{folder}: expected a folder that isentrope inspect wrote, with inspect.json")
-        return cls(folder, json.loads(results.read_text(encoding="utf-8")))
+        return cls(folder, read_fields(results, AGAIN, "heatmaps", "entropy", "lengths"))
 
     @property
     def title(self) -> str:

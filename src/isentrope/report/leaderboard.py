@@ -14,7 +14,7 @@ from matplotlib.ticker import LogFormatter
 from rich.table import Table
 from rich.text import Text
 
-from isentrope.files import complete
+from isentrope.files import AGAIN, complete, read_fields
 from isentrope.report.figures import COLOURS, GREY, INK, RC, save
 from isentrope.report.tables import DEGRADED, STYLE, named, thousands
 
@@ -29,7 +29,7 @@ def rank(folder: Path) -> dict[str, Any]:
     ratio: perplexity in the last bucket to that of the plain model in the last one inside its training length.
     inside: change of perplexity inside the training length, in per cent. cost: seconds to those of the plain model.
     """
-    data = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))
+    data = read_fields(folder / "perplexity.json", AGAIN, "config", "rows", "texts", "cells")
     found = _retrieved(folder / "retrieval.json")
     edges, trained = data["config"]["edges"], data.get("train_length")
     inside = {row["recipe"]: row for row in data.get("inside", [])}
@@ -143,7 +143,7 @@ def _retrieved(path: Path) -> dict[str, dict[str, float]]:
     """The share found of each recipe, by task and length."""
     if not path.exists():
         return {}
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = read_fields(path, AGAIN, "config", "rows")
     metric = "share" if data["config"]["score"] == "both" else "likeliest"
     found: dict[str, dict[str, float]] = {}
     for row in data["rows"]:

@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from isentrope.files import read_fields
 from isentrope.report.figures import COLOURS, DASHES, GREY, RC, save
 
 TOGETHER = 3  # runs that one panel shows; beyond, runs with CosScale get a panel of their own
@@ -44,14 +45,24 @@ def _read(run: Path) -> dict[str, Any]:
     told, log = run / "train.json", run / "log.jsonl"
     if not told.is_file() or not log.is_file():
         raise ValueError(f"{run}: expected a folder that isentrope train wrote, with train.json and log.jsonl")
-    config = json.loads(told.read_text(encoding="utf-8"))["config"]
+    config = read_fields(told, "train again in another folder", "config")["config"]
     # the last line of a run that is being written may be half of one
-    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = log.read_bytes().splitlines(keepends=True)
+    rows = [_row(log, number, line) for number, line in enumerate(lines, 1) if line.endswith(b"\n")]
     if not rows:
         raise ValueError(f"{log}: expected losses, got none yet")
     label = config["recipe"] + (f" + PoSE {config['pose']}" if config["pose"] else "")
     return {"label": label, "cosine": "cosine" in config["recipe"], "rows": rows}
+
+
+def _row(log: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{log}, line {number}: broken ({error}); delete that line and those after it") from None
+    if not isinstance(row, dict) or not {"step", "epoch", "loss"} <= set(row):
+        raise ValueError(f"{log}, line {number}: broken, without a loss; delete that line and those after it")
+    return row
 
 
 def _curve(axes: Axes, run: dict[str, Any], against: str, colour: str, dashed: Any, alone: bool) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html import escape
 from math import log
 from pathlib import Path
 from typing import Any
 
-from isentrope.files import complete
+from isentrope.files import complete, read_json
 from isentrope.report import chart, recipes, words
 from isentrope.report.claims import FAILS, HOLDS, OPEN, Verdict, judge, said
 from isentrope.report.grid import ABSENT, FAILED, Entry, Sheet, sheet, write
@@ -245,10 +244,7 @@ def _captions(folder: Path) -> dict[str, str]:
     path = folder / "figures.json"
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected JSON ({error})") from None
+    found = read_json(path, "delete it, and run the plan again")
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected captions by file name, got {type(found).__name__}")
     return {str(name): str(caption) for name, caption in found.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report import figures, leaderboard, retrieval
 from isentrope.report.pieces import KINDS, figure, fold, plain
 
@@ -43,7 +43,7 @@ def verdict(folder: Path) -> list[Any]:
 
 def section(folder: Path, name: str) -> str:
     told, board = _told(folder), leaderboard.rank(folder)
-    data = json.loads((folder / "perplexity.json").read_text(encoding="utf-8"))
+    data = read_fields(folder / "perplexity.json", AGAIN)
     sentences = "".join(f"<li>{escape(line.plain)}</li>" for line in verdict(folder))
     shown = []
     for drawn in sorted(folder.glob("*.svg")):
@@ -64,10 +64,4 @@ def section(folder: Path, name: str) -> str:
 def _told(folder: Path) -> dict[str, Any]:
     """What `decoder.json` says of the plan."""
     path = folder / "decoder.json"
-    try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected JSON ({error})") from None
-    if missing := [key for key in ("title", "recipes", "forgetful") if key not in told]:
-        raise ValueError(f"{path}: expected {', '.join(missing)}, got none; run the plan again")
-    return told
+    return read_fields(path, "run the plan again", "title", "recipes", "forgetful")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import ceil
 from pathlib import Path
 from textwrap import fill
@@ -16,6 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from isentrope.files import AGAIN, read_fields
 from isentrope.report.figures import RC, save
 from isentrope.report.tables import STYLE
 
@@ -61,7 +61,7 @@ def heatmaps(results: Path) -> list[Path]:
 
 
 def _read(results: Path) -> tuple[dict[str, Any], str]:
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN, "config", "cells", "rows")
     return data, METRICS[data["config"]["score"]]
 
 

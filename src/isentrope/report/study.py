@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from isentrope.files import AGAIN, read_json
+
 PROTOCOLS = {"single": "one token masked at a time", "random": "15 % masked at once"}
 METRICS = {"ppl": "PPL", "acc": "ACC"}
 LOWER_IS_BETTER = {"ppl"}
@@ -202,10 +204,7 @@ def read(folder: Path, needed: bool = True) -> list[Plan]:
 
 def _plan(folder: Path) -> Plan:
     path = folder / "plan.json"
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected JSON ({error})") from None
+    told = read_json(path, AGAIN)
     needed = {"name": str, "lengths": list, "protocol": str, "rows": list}
     for key, kind in needed.items():
         if not isinstance(told, dict) or not isinstance(told.get(key), kind):
@@ -231,11 +230,13 @@ def _lines(path: Path, needed: dict[str, type]) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, line {number}: expected JSON ({error})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: expected JSON ({error}); {AGAIN}") from None
         for key, kind in needed.items():
             if not isinstance(row, dict) or not isinstance(row.get(key), kind):
-                raise ValueError(f"{path}, line {number}: expected {key!r}, a {kind.__name__}, got {_get(row, key)!r}")
+                raise ValueError(
+                    f"{path}, line {number}: expected {key!r}, a {kind.__name__}, got {_get(row, key)!r}; {AGAIN}"
+                )
         found.append(row)
     return found
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from isentrope.files import complete
+from isentrope.pretrained import open_tensors
 
+CHECKSUM = "crc32"
 STATE = "state-{:09d}.safetensors"
 
 
@@ -30,13 +32,20 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> Path:
-    """Weights, the optimiser's averages and `progress`, whose "step" names the file; earlier states then go."""
+    """Weights, the optimiser's averages and `progress`, whose "step" names the file; earlier states then go.
+
+    With a checksum: a run that goes on from a changed byte would end with other numbers, and nobody would know.
+    """
     path = folder / STATE.format(progress["step"])
     tensors: dict[str, Tensor] = {f"model.{name}": x for name, x in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
-    save_tensors(tensors, path, {"progress": json.dumps(progress)})
+    tensors = {key: x.detach().cpu() for key, x in tensors.items()}
+    checksum = 0
+    for key in sorted(tensors):
+        checksum = _add_to(checksum, key, tensors[key])
+    save_tensors(tensors, path, {"progress": json.dumps(progress), CHECKSUM: f"{checksum:08x}"})
     for old in _states(folder):
         if old != path:
             old.unlink()
@@ -48,20 +57,35 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     found = _states(folder)
     if not found:
         return None
-    parameters = dict(model.named_parameters())
-    with safe_open(found[-1], "pt") as file, torch.no_grad():
-        for key in file.keys():  # noqa: SIM118
+    path, parameters, checksum = found[-1], dict(model.named_parameters()), 0
+    earlier = f"from {found[-2].name}" if len(found) > 1 else "from the first step"
+    remedy = f"delete it, and the same command goes on {earlier}"
+    with open_tensors(path, remedy) as file, torch.no_grad():
+        metadata = file.metadata() or {}
+        for key in sorted(file.keys()):
             kind, name = key.split(".", 1)
-            if kind == "model":
-                parameters[name].copy_(file.get_tensor(key))
+            name, slot = (name, "") if kind == "model" else name.rsplit(".", 1)
+            value = file.get_tensor(key)
+            checksum = _add_to(checksum, key, value)
+            if name not in parameters or (not slot and value.shape != parameters[name].shape):
+                raise ValueError(f"{path}: expected the state of this run, got {key}, of another model; {remedy}")
+            if not slot:
+                parameters[name].copy_(value)
             else:
-                name, slot = name.rsplit(".", 1)
-                value = file.get_tensor(key)
                 # averages live beside their weights; the count of steps does so only where the optimiser keeps it there
                 device = parameters[name].device
                 optimizer.state[parameters[name]][slot] = value.to(device)
-        progress: dict[str, Any] = json.loads(file.metadata()["progress"])
+    # states from before there were checksums have none
+    if "progress" not in metadata or metadata.get(CHECKSUM, f"{checksum:08x}") != f"{checksum:08x}":
+        raise ValueError(f"{path}: broken, its content was changed after it was written; {remedy}")
+    progress: dict[str, Any] = json.loads(metadata["progress"])
     return progress
+
+
+def _add_to(checksum: int, name: str, x: Tensor) -> int:
+    """CRC-32 of what was added so far, then of a tensor's name and bytes."""
+    content = memoryview(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return zlib.crc32(content, zlib.crc32(name.encode(), checksum))
 
 
 def remove_states(folder: Path) -> None:
@@ -103,9 +127,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(row, dict) or "step" not in row:
+            break
+        rows.append(row)
     return rows

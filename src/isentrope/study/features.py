@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import isentrope.models  # noqa: F401  AutoModel then knows GAU-α
+from isentrope.dtypes import cpu_dtype
+from isentrope.pretrained import load_pretrained, saved_dtype
 
 CHUNK, LONGEST = 512, 4096  # tokens read at a time, and of a document
 
@@ -24,7 +26,10 @@ def hidden_states(
     documents, they are turned into text and into its tokens.
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    model: Any = AutoModel.from_pretrained(name).to(device).eval()
+    config = AutoConfig.from_pretrained(name)
+    dtype = cpu_dtype(saved_dtype(name, config.dtype), None, device)
+    # hidden states do not go through the pooler, which models for masked tokens lack
+    model: Any = load_pretrained(AutoModel, name, unused=("pooler",), dtype=dtype).to(device).eval()
     own = _own_tokenizer(name)
     translate = own is not None and own.get_vocab() != tokenizer.get_vocab()
     known = model.get_input_embeddings().weight.shape[0]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModelForMaskedLM
 
 import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.data.corpus import documents
@@ -25,12 +25,13 @@ from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load as load_extended
 from isentrope.hf.observe import Seen, observed, recipe_of
 from isentrope.hf.plan import train_length
-from isentrope.models.config import GAUAlphaConfig
+from isentrope.models.config import LEARNED, GAUAlphaConfig
 from isentrope.models.gau import GatedAttentionUnit
+from isentrope.pretrained import load_pretrained, read_config, read_tokenizer
 from isentrope.scores import Cosine
 from isentrope.study import weights
 from isentrope.study.causal.perplexity import Text
-from isentrope.study.place import check_model, place
+from isentrope.study.place import causal_model, check_model, place_model
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 from isentrope.study.weights import Window
@@ -137,21 +138,24 @@ def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> 
     yield gau.register_forward_hook(show)
 
 
+def _is_gau(name: str) -> bool:
+    # published checkpoints do not say of which type they are
+    kind = read_config(check_model(name)).get("model_type", GAUAlphaConfig.model_type)
+    return bool(kind == GAUAlphaConfig.model_type)
+
+
 def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str = "auto") -> Any:
     """GAU-α or a causal model from a folder or the hub, under its own recipe or this one."""
-    device, narrow = place(device, dtype)
-    options: dict[str, Any] = {"dtype": narrow}
-    config = AutoConfig.from_pretrained(check_model(name))
-    if isinstance(config, GAUAlphaConfig):  # its recipe is a part of it
-        given = {} if recipe is None else {"recipe": recipe}
-        model: Any = AutoModelForMaskedLM.from_pretrained(name, **options, **given)
-        return model.to(device)
-    extended = hasattr(config, NAME)
-    model = (load_extended if extended else AutoModelForCausalLM.from_pretrained)(name, **options)
+    device, narrow = place_model(name, device, dtype)
+    if _is_gau(name):  # its recipe is a part of it
+        # what another recipe learns may have no weights yet
+        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
+        return load_pretrained(AutoModelForMaskedLM, check_model(name), dtype=narrow, **given).to(device)
+    model: Any = causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model
-    return extend(restore(model) if extended else model, recipe)
+    return extend(restore(model) if hasattr(model.config, NAME) else model, recipe)
 
 
 def read(path: Path, name: str, length: int) -> Text:
@@ -163,9 +167,8 @@ def read(path: Path, name: str, length: int) -> Text:
         if tokens is None:
             if tokenizer is None:
                 # GAU-α is trained on pieces from the middle of texts, without marks around them
-                bare = isinstance(AutoConfig.from_pretrained(check_model(name)), GAUAlphaConfig)
-                options = {"add_special_tokens": False, "split_special_tokens": True} if bare else {}
-                tokenizer = AutoTokenizer.from_pretrained(name)
+                options = {"add_special_tokens": False, "split_special_tokens": True} if _is_gau(name) else {}
+                tokenizer = read_tokenizer(check_model(name))
             tokens = tuple(tokenizer(document.text, verbose=False, **options)["input_ids"])
         if len(tokens) >= length:
             return Text(document.name, document.sha256, tokens[:length])

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from isentrope.data.prepared import Prepared
+from isentrope.files import read_fields, read_json
 from isentrope.study import inspect
 from isentrope.study.causal.perplexity import Text
 from isentrope.study.checkpoint import write_json
@@ -62,7 +63,9 @@ def _looked(folder: Path, text: Text, recipe: str, config: Config) -> bool:
     """Whether the same was looked at before; the recipe's text is kept beside what was found."""
     path, asked = folder / "inspect.json", folder / "asked.json"
     wanted = json.loads(json.dumps([text.sha256, recipe, asdict(config)]))
-    if path.exists() and asked.exists() and json.loads(asked.read_text(encoding="utf-8")) == wanted:
+    again = "delete it to look again"
+    if path.exists() and asked.exists() and read_json(asked, again) == wanted:
+        read_fields(path, again, "entropy", "heatmaps")
         return True
     path.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)

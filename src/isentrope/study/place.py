@@ -11,15 +11,25 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
+from isentrope.dtypes import cpu_dtype
+from isentrope.extras import require
 from isentrope.files import complete
 from isentrope.hf.extend import extend
 from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
 from isentrope.models import GAUAlphaConfig
+from isentrope.pretrained import (
+    check_finite,
+    check_weights,
+    load_pretrained,
+    read_config,
+    read_tokenizer,
+    saved_dtype,
+)
 from isentrope.recipe import Recipe
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,6 +49,15 @@ def place(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
     return device, getattr(torch, dtype)
 
 
+def place_model(name: str, device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """The same for a saved model; where its half precision becomes float32 on a CPU, that is said once."""
+    device, found = place(device, dtype)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        told = read_config(check_model(name))
+        cpu_dtype(saved_dtype(check_model(name), told.get("dtype") or told.get("torch_dtype")), None, device)
+    return device, found
+
+
 def check_model(name: str) -> str:
     """A folder that is there, or what may be a name on the hub."""
     if (folder := Path(name).expanduser()).is_dir():
@@ -50,7 +69,7 @@ def check_model(name: str) -> str:
 
 def config_of(kind: type[PreTrainedConfig], model: str | Path) -> Any:
     """The configuration of a model that must be of this kind: another's weights would be left out without a word."""
-    found = PreTrainedConfig.get_config_dict(check_model(str(model)))[0].get("model_type", kind.model_type)
+    found = read_config(check_model(str(model))).get("model_type", kind.model_type)
     if found != kind.model_type:
         raise ValueError(f"model: expected one of type {kind.model_type}, got {found} in {model}")
     return kind.from_pretrained(model)
@@ -79,7 +98,7 @@ def reading_once() -> Iterator[None]:
 def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a causal model, None for GAU-α; other kinds are refused."""
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    found = PreTrainedConfig.get_config_dict(check_model(model), **options)[0]
+    found = read_config(check_model(model), **options)
     if not found:
         raise ValueError(f"{model}: expected a model, got no config.json")
     kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
@@ -99,13 +118,18 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
     """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
     name = check_model(name)
     if gguf_file is None:
-        saved = PreTrainedConfig.get_config_dict(name)[0].get(NAME)
-        model: Any = (load if saved else AutoModelForCausalLM.from_pretrained)(name, dtype=dtype)
+        if not read_config(name).get(NAME):
+            model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
+            return model
+        check_weights(name)
+        model = load(name, dtype=dtype)
+        check_finite(model, name)
         return model
+    require("gguf")
     # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
     unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, gguf_file=gguf_file, **options)
+    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype, gguf_file=gguf_file, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model
@@ -114,7 +138,7 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
 def check_tokens(folder: Path, tokenizer: Any) -> None:
     """Make sure that a model's tokens are those of a corpus: with others it would answer, and mean nothing."""
     if (folder / "tokenizer.json").is_file():
-        own = AutoTokenizer.from_pretrained(folder)
+        own = read_tokenizer(folder)
         if own.get_vocab() != tokenizer.get_vocab():
             sizes = f"{len(own)} tokens and {len(tokenizer)}" if len(own) != len(tokenizer) else "as many others"
             raise ValueError(
@@ -142,5 +166,5 @@ def save_extended(name: str, recipe: Recipe | str, folder: Path, gguf_file: str 
         extend(model, recipe).save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:
-            AutoTokenizer.from_pretrained(name, **options).save_pretrained(partial)
+            read_tokenizer(name, **options).save_pretrained(partial)
     return folder

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from isentrope.data import duplicates, partition
 from isentrope.data.prepared import FORMAT, MANIFEST, TOKENIZER
 from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, files, tokenize
-from isentrope.files import complete
+from isentrope.files import BrokenFileError, complete, read_fields, read_json
 from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
+from isentrope.pretrained import read_tokenizer
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
@@ -100,7 +100,7 @@ def _refuse_another(path: Path, head: dict[str, Any]) -> None:
     """A partition that something may have been trained on is not replaced by another one."""
     if not path.exists():
         return
-    held = _identity(json.loads(path.read_text(encoding="utf-8")))
+    held = _identity(read_fields(path, "delete it to prepare the corpus again", "options", "source"))
     for name, asked in _identity(head).items():
         if held.get(name) != asked:
             got = f"{name} {held.get(name)}, not {asked}"
@@ -117,16 +117,25 @@ def _identity(head: dict[str, Any]) -> dict[str, Any]:
 def _tokenizer(source: Source, fingerprint: str, saved: Path, options: Options) -> Any:
     if options.tokenizer == CHARACTERS:
         mark = saved / MADE_FROM
-        if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == _made_from(fingerprint, options):
-            return AutoTokenizer.from_pretrained(saved)
+        if _read_mark(mark) == _made_from(fingerprint, options):
+            return read_tokenizer(saved)
         texts = (document.text for document in progress(source.documents(), "characters", source.limit))
         return character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
     if options.tokenizer.endswith(".txt"):
         return published_tokenizer(options.tokenizer)
-    found = AutoTokenizer.from_pretrained(options.tokenizer)
+    found = read_tokenizer(options.tokenizer)
     if getattr(found, "backend_tokenizer", None) is None:
         raise ValueError(f"tokenizer: expected a fast one, got {type(found).__name__} in {options.tokenizer}")
     return found
+
+
+def _read_mark(mark: Path) -> Any:
+    """What a tokenizer was made from, by an earlier run; None where that is not known."""
+    try:
+        return read_json(mark, "the tokenizer is made again") if mark.exists() else None
+    except BrokenFileError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path, fingerprint: str, options: Options) -> None:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer
 
 from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
-from isentrope.files import claimed, complete
+from isentrope.files import BrokenFileError, claimed, complete, read_fields, read_json
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.config import gau_recipe
+from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
+from isentrope.study.cells import MEASURED, cell_path, is_done, read_cell
 from isentrope.study.checkpoint import read_log, write_json
 from isentrope.study.evaluate import UnmeasurableError, evaluate, summary
 from isentrope.study.fit import fit
@@ -90,7 +91,7 @@ def run(
     # shared out before looking what is there: processes may look at different moments
     mine = _in_turn(groups[state.process_index :: state.num_processes], out, helps)
     for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
-        if not _done(out, cell.key):
+        if not is_done(out, cell.key):
             study.measure(cell)
     state.wait_for_everyone()
     if state.is_main_process and not helps:
@@ -104,10 +105,10 @@ def status(plan: Plan, out: Path) -> dict[str, Any]:
     path = out / plan.name / "cells.json"
     if not path.exists():
         return {"plan": plan.name, "cells": plan.size, "done": 0, "failed": 0}
-    keys = json.loads(path.read_text(encoding="utf-8"))
-    there = [key for key in keys if _file(out, key).exists()]
-    done = sum(_done(out, key) for key in there)
-    return {"plan": plan.name, "cells": len(keys), "done": done, "failed": len(there) - done}
+    keys = read_json(path, "run the plan again, which writes it anew")
+    cells = [cell for key in keys if (cell := read_cell(out, key)) is not None]
+    failed = sum(cell["result"]["failed"] is not None for cell in cells)
+    return {"plan": plan.name, "cells": len(keys), "done": len(cells) - failed, "failed": failed}
 
 
 def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
@@ -174,8 +175,9 @@ def _checkpoint(
             if not file.is_file():
                 raise ValueError(f"checkpoint {checkpoint.name}: expected {file}, got no such file")
             content.update(file.read_bytes())
+        check_tensors(folder / "model.safetensors")
         config_of(GAUAlphaConfig, folder)
-        check_tokens(folder, AutoTokenizer.from_pretrained(prepared.tokenizer_path))
+        check_tokens(folder, read_tokenizer(prepared.tokenizer_path))
         return Trained(checkpoint.name, seed, folder, content.hexdigest()[:16])
     options = dict(checkpoint.train)
     start = found.get((str(options.get("model")), seed))
@@ -192,11 +194,24 @@ def _checkpoint(
     folder = out / "checkpoints" / f"{checkpoint.name}-{identity}"
     if not (folder / "final" / "model.safetensors").exists():
         say(f"training {checkpoint.name}, seed {seed}")
+    _clear_broken(folder / "train.json", say)
     try:
         train(prepared.folder, config, folder)
     except Diverged as error:
         return Trained(checkpoint.name, seed, folder, identity, f"checkpoint {checkpoint.name}: {error}")
     return Trained(checkpoint.name, seed, folder / "best", identity)
+
+
+def _clear_broken(path: Path, say: Callable[[str], None]) -> None:
+    """Remove a broken train.json: its folder is named by the configuration, so that nothing else can lie there."""
+    state = PartialState()
+    if state.is_main_process and path.exists():
+        try:
+            read_fields(path, "training goes on from the last state saved, or begins again", "identity", "config")
+        except BrokenFileError as error:
+            say(str(error))
+            path.unlink()
+    state.wait_for_everyone()
 
 
 def _data(prepared: Prepared) -> str:
@@ -240,16 +255,6 @@ def _in_turn(groups: list[list[Cell]], out: Path, helps: bool) -> Iterator[Cell]
                     busy.append(group)
 
 
-def _file(out: Path, key: str) -> Path:
-    return out / "cells" / f"{key}.json"
-
-
-def _done(out: Path, key: str) -> bool:
-    """Whether a cell has its numbers; what failed is tried again."""
-    path = _file(out, key)
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["result"]["failed"] is None
-
-
 def _hashes(prepared: Prepared, which: str) -> list[str]:
     return [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == which]
 
@@ -261,14 +266,14 @@ class _Evaluation:
         self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
         self.documents, self.hashes = prepared.documents("test"), _hashes(prepared, "test")
         self.others = prepared.documents("validation"), _hashes(prepared, "validation")
-        self.mask_token: int = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
+        self.mask_token: int = read_tokenizer(prepared.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)
         self.machine = {key: value for key, value in provenance().items() if key != "date"}
 
     def measure(self, cell: Cell) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        numbers: dict[str, Any] = dict.fromkeys(("ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high"))
+        numbers: dict[str, Any] = dict.fromkeys(MEASURED)
         numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
         failed, seconds = cell.trained.why, 0.0
         if failed is None:
@@ -281,7 +286,7 @@ class _Evaluation:
         rows = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"])
         speed = rows * cell.length / seconds if seconds else None
         timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak(self.device)}
-        path = _file(self.out, cell.key)
+        path = cell_path(self.out, cell.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"result": numbers | {"failed": failed, "run": self.machine}, "timing": timing})
 
@@ -317,7 +322,8 @@ class _Evaluation:
             sizes = config_of(GAUAlphaConfig, cell.trained.folder)
             # what the text leaves open is the plan's training length, whatever the model's config says
             recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
-            model: Any = GAUAlphaForMaskedLM.from_pretrained(cell.trained.folder, recipe=recipe, dtype=self.dtype)
+            options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
+            model: Any = load_pretrained(GAUAlphaForMaskedLM, cell.trained.folder, **options)
             self.loaded = wanted, model.to(self.device).eval()
         return self.loaded[1]
 
@@ -328,7 +334,7 @@ def _assemble(
     """results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells that are there."""
     results, timings = [], []
     for cell in cells:
-        held = json.loads(_file(out, cell.key).read_text(encoding="utf-8"))
+        held = read_fields(cell_path(out, cell.key), "run the plan again, which measures it anew", "result", "timing")
         told = {"key": cell.key} | asdict(cell.row) | {"seed": cell.trained.seed, "length": cell.length}
         results.append(told | {"protocol": plan.protocol.name} | held["result"])
         timings.append({"key": cell.key} | held["timing"])
@@ -373,7 +379,7 @@ def _told(trained: dict[tuple[str, int], Trained]) -> dict[str, Any]:
         path = (model.folder if model.why else model.folder.parent) / "train.json"
         row: dict[str, Any] = {"identity": model.identity, "failed": model.why}
         if path.exists():
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = read_fields(path, "run the plan again", "config", "best", "seconds")
             row |= {key: told[key] for key in ("config", "best", "seconds")}
             if (start := Path(told["config"]["model"] or "")).is_absolute():  # whose place means nothing elsewhere
                 row["config"]["model"] = start.parent.name

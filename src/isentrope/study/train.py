@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from isentrope.data.batches import Batches, Crops, NextTokens
 from isentrope.data.prepared import Prepared
+from isentrope.files import read_fields
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.config import gau_recipe
+from isentrope.models.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
+from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
 from isentrope.study.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
-from isentrope.study.place import check_tokens, config_of
+from isentrope.study.place import check_model, check_tokens, config_of
 from isentrope.study.provenance import provenance
 from isentrope.study.regimen import HOW, LLAMA, Config
 from isentrope.study.step import Batch, Stepper, ahead
@@ -72,7 +74,7 @@ class Run:
     def __init__(self, prepared: Prepared, config: Config, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
         self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
-        tokenizer: Any = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
+        tokenizer: Any = read_tokenizer(prepared.tokenizer_path)
         self.batches, self.held_out = _batches(prepared, config, tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = _identity(prepared, config, self.steps)
@@ -86,13 +88,16 @@ class Run:
         path = self.out / "train.json"
         if not path.exists():
             return None
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        again = "delete it, and the same command goes on from the last state saved, or begins again"
+        told = read_fields(path, again, "identity", "config", "finished")
         if told["identity"] != self.identity:
             differing = [
                 name for name, value in json.loads(json.dumps(asdict(self.config))).items()
                 if told["config"].get(name) != value and name not in HOW
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
+        for name in ("best", "final") if told["finished"] else ():
+            check_tensors(self.out / name / "model.safetensors", f"delete {self.out} to train it again")
         return told if told["finished"] else None
 
     def go(self) -> dict[str, Any]:
@@ -324,7 +329,7 @@ def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
     check_tokens(Path(str(config.model)), tokenizer)
     options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
-    model: PreTrainedModel = kind.from_pretrained(config.model, **options)
+    model: PreTrainedModel = load_pretrained(kind, check_model(str(config.model)), unused=LEARNED, **options)
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
         raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")

@@ -38,6 +38,7 @@ from isentrope.study.causal.perplexity import (
     described,
     interval,
     perplexities,
+    read_held,
     same_model,
     under,
 )
@@ -357,9 +358,9 @@ class _Calibration:
         }
         head = json.loads(json.dumps(head))
         results = self.out and self.out / "calibrate.json"
-        if results is None or not results.exists():
+        found = None if results is None else read_held(results, "model", "config", "cells", "fits", "seconds")
+        if found is None:
             return head | {"cells": [], "fits": {}, "seconds": 0.0}
-        found = json.loads(results.read_text(encoding="utf-8"))
         same = same_model(found.get("model", {}), head["model"])
         if not same or any(found.get(key) != value for key, value in head.items() if key != "model"):
             raise ValueError(f"{results}: holds another model, recipe, length or other texts; choose another folder")

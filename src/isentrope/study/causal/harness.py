@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from isentrope import __version__
+from isentrope.extras import named_extras
 from isentrope.hf.extend import extend, extension
 from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
@@ -22,12 +23,10 @@ from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
 from isentrope.study.causal.perplexity import PLAIN, check_recipes
 
-try:
+with named_extras():
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-except ImportError as error:
-    raise ImportError(f"{error}; for lm-evaluation-harness: pip install 'isentrope[harness]'") from error
 
 logger = logging.getLogger("isentrope")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,19 +21,22 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
-from isentrope.files import complete
+from isentrope.files import BrokenFileError, complete, read_fields
 from isentrope.hf.extend import extended
 from isentrope.hf.plan import train_length
 from isentrope.precision import wide
+from isentrope.pretrained import check_finite, read_tokenizer
 from isentrope.recipe import Recipe
-from isentrope.study.place import causal_model, check_model, place
+from isentrope.study.place import causal_model, check_model, place, place_model
 from isentrope.study.progress import progress
 from isentrope.study.provenance import provenance
 
+logger = logging.getLogger("isentrope")
 PLAIN = "plain"
+AGAIN = "run the same command again, which measures anew"
 LOGITS_AT_ONCE = 1 << 26  # entries of the logits held at a time
 DRAWS = 2000  # of the bootstrap
 OPEN = {"train_length": 2, "heads": 1, "dim": 4}  # in place of what a recipe leaves to the model
@@ -88,14 +92,14 @@ class Text:
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
     """A causal model from a folder or the hub, where it is to be and in the dtype it is to have."""
-    device, narrow = place(device, dtype)
+    device, narrow = place(device, dtype) if gguf_file else place_model(name, device, dtype)
     model: Any = causal_model(name, narrow, gguf_file)
     return model.to(device)
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    return AutoTokenizer.from_pretrained(check_model(name), **options)
+    return read_tokenizer(check_model(name), **options)
 
 
 def described(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -202,7 +206,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
 
 def failures(results: Path, recipes: Sequence[str]) -> list[str]:
     """Why cells of these recipes failed in the last run, each in a line."""
-    data = json.loads(results.read_text(encoding="utf-8"))
+    data = read_fields(results, AGAIN, "cells")
     done = {(cell["recipe"], cell["text"]) for cell in data["cells"]}
     lost = [row for row in data.get("failed", []) if (row["recipe"], row["text"]) not in done]
     return [f"{row['recipe']}: {row['failed']}" for row in lost if row["recipe"] in recipes]
@@ -223,7 +227,7 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The same, with gradients where they are enabled; a backward makes the logits anew."""
     ids = tokens.to(model.device)[None]
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    hidden = _body(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     head = model.get_output_embeddings()
     step = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
 
@@ -239,10 +243,24 @@ def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
+def _body(model: PreTrainedModel) -> Any:
+    """The part of a causal model that gives hidden states; Llama 4 does not say which of its parts that is."""
+    if model.base_model is not model:
+        return model.base_model
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ValueError(f"{model.config.model_type}: expected one part that gives hidden states, got {len(parts)}")
+    return parts[0]
+
+
 def audit(model: PreTrainedModel, tokens: Tensor) -> None:
     """Make sure that a model's logits are its output embedding on its last hidden state, and nothing more."""
     with torch.inference_mode():
         logits = model(input_ids=tokens.to(model.device)[None], use_cache=False).logits[0, :-1].float()
+    if not logits.isfinite().all():
+        check_finite(model, model.config.model_type)
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ValueError(f"{model.config.model_type}: its logits are NaN or infinite in {dtype}; try --dtype float32")
     expected = F.cross_entropy(logits, tokens[1:].to(model.device), reduction="none")
     if not torch.allclose(token_losses(model, tokens), expected, atol=2e-2, rtol=1e-2):
         raise ValueError(f"{model.config.model_type}: its logits are not its output embedding alone; not supported")
@@ -336,11 +354,22 @@ def perplexities(losses: Any) -> list[float]:
     return [exp(min(x, log(1e300))) for x in losses.tolist()]
 
 
+def read_held(results: Path, *needed: str) -> dict[str, Any] | None:
+    """What an earlier run has left in a file; None where there is none, or after a warning where it is broken."""
+    if not results.exists():
+        return None
+    try:
+        return read_fields(results, "all is measured again", *needed)
+    except BrokenFileError as error:
+        logger.warning("%s", error)
+        return None
+
+
 def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """Cells of an earlier run of the same model, buckets and seed, whose recipes are taken into `head`."""
-    if not results.exists():
+    data = read_held(results, "model", "config", "cells")
+    if data is None:
         return {}
-    data = json.loads(results.read_text(encoding="utf-8"))
     same = same_model(data["model"], head["model"]) and all(
         data["config"][key] == head["config"][key] for key in ("edges", "seed")
     )

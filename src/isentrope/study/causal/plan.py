@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from isentrope.data.source import Source
 from isentrope.hf.plan import train_length
 from isentrope.recipe import Recipe
 from isentrope.study.causal import perplexity, retrieval
-from isentrope.study.causal.perplexity import OPEN, PLAIN
+from isentrope.study.causal.perplexity import OPEN, PLAIN, read_held
 from isentrope.study.checkpoint import write_json
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
@@ -97,7 +96,9 @@ def single(
 
     data: files, folders and globs. length: tokens, or 4x for four times the training length. loading: as in DECODER.
     """
-    trained = train_length(config.get_text_config())
+    # BLOOM and MPT name it otherwise
+    trained = train_length(text := config.get_text_config())
+    trained = trained or getattr(text, "seq_length", None) or getattr(text, "max_seq_len", None)
     if trained is None or trained < 4:
         raise ValueError(f"model: expected a config that tells the training length, got {trained} in {model}")
     tokens = _tokens(length, trained)
@@ -195,16 +196,16 @@ def status(plan: Plan, out: Path) -> dict[str, Any]:
     """How many cells there are, and how many of them `out` holds; texts that may be too short are not looked into."""
     done, failed = 0, 0
     cells = len(plan.perplexity.recipes) * plan.documents
-    if (results := out / plan.name / "perplexity.json").exists():
-        data = json.loads(results.read_text(encoding="utf-8"))
+    results = out / plan.name / "perplexity.json"
+    if (data := read_held(results, "texts", "cells")) is not None:
         cells = len(plan.perplexity.recipes) * len(data["texts"])
         done += sum(cell["recipe"] in plan.perplexity.recipes for cell in perplexity.asked(data))
         failed += len(perplexity.failures(results, plan.perplexity.recipes))
     if plan.retrieval is not None:
         cells += len(plan.retrieval.recipes) * len(plan.retrieval.cells)
-        if (results := out / plan.name / "retrieval.json").exists():
+        if (data := read_held(out / plan.name / "retrieval.json", "cells")) is not None:
             asked = {(recipe, *cell) for recipe in plan.retrieval.recipes for cell in plan.retrieval.cells}
-            for cell in json.loads(results.read_text(encoding="utf-8"))["cells"]:
+            for cell in data["cells"]:
                 if tuple(cell[key] for key in retrieval.KEY) in asked:
                     done += cell["failed"] is None
                     failed += cell["failed"] is not None
@@ -220,7 +221,7 @@ def _check_reach(model: PreTrainedModel, length: int) -> None:
 
 def _taken(plan: Plan, model: PreTrainedModel, say: Callable[[str], None]) -> Plan:
     """The plan with the recipes that the model takes; one that somebody chose and it refuses is an error."""
-    taken, error = list[str](), None
+    taken, left, error = list[str](), list[str](), None
     for recipe in plan.perplexity.recipes:
         try:
             with perplexity.under(model, recipe):
@@ -229,9 +230,11 @@ def _taken(plan: Plan, model: PreTrainedModel, say: Callable[[str], None]) -> Pl
             if not plan.usual:
                 raise
             error = refusal
-            say(f"left out {recipe}: {refusal}")
+            left.append(f"left out {recipe}: {refusal}")
     if error is not None and taken == [PLAIN]:
         raise error
+    for words in left:
+        say(words)
     config, asked = replace(plan.perplexity, recipes=tuple(taken)), plan.retrieval
     if asked is not None:
         asked = replace(asked, recipes=tuple(recipe for recipe in asked.recipes if recipe in taken))

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from isentrope.data.corpus import documents
 from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
-from isentrope.study.causal.perplexity import check_recipes, described, reason, same_model, under
+from isentrope.files import read_fields
+from isentrope.study.causal.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
 from isentrope.study.checkpoint import write_json
 from isentrope.study.evaluate import UnmeasurableError
 from isentrope.study.progress import progress
@@ -209,7 +210,7 @@ def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack,
 def failures(results: Path, config: Config) -> list[str]:
     """Why cells that are asked for failed, each in a line."""
     asked = {(recipe, *cell) for recipe in config.recipes for cell in config.cells}
-    cells = json.loads(results.read_text(encoding="utf-8"))["cells"]
+    cells = read_fields(results, AGAIN, "cells")["cells"]
     lost = [cell for cell in cells if cell["failed"] and tuple(cell[key] for key in KEY) in asked]
     return [f"{cell['recipe']}: {cell['task']} at {cell['length']}: {cell['failed']}" for cell in lost]
 
@@ -363,9 +364,9 @@ def _measured(cell: dict[str, Any] | None, score: str) -> bool:
 
 def _held(results: Path, head: dict[str, Any]) -> dict[Key, dict[str, Any]]:
     """Cells of an earlier run of the same model on the same examples; what it asked for is taken into `head`."""
-    if not results.exists():
+    data = read_held(results, "model", "examples", "config", "cells")
+    if data is None:
         return {}
-    data = json.loads(results.read_text(encoding="utf-8"))
     same = same_model(data["model"], head["model"]) and data["examples"] == head["examples"]
     if not same or data["config"]["examples"] != head["config"]["examples"]:
         raise ValueError(f"{results}: holds another model, or other examples or more or fewer; choose another folder")

@@ -1,0 +1,58 @@
+"""In which precision saved weights are loaded: float32 in place of half precision on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+logger = logging.getLogger("isentrope")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def cpu_dtype(
+    saved: torch.dtype | str | None, requested: torch.dtype | str | None, device: torch.device | str | None = None
+) -> torch.dtype | str:
+    """The `dtype` to load weights in: what is requested, else as saved, except half precision on a CPU.
+
+    Processors without instructions for it compute in half precision up to sixty times slower than in float32, so that
+    is what such weights become there, which a line on the logger `isentrope` says once.
+
+    Args:
+        saved: precision of the weights (`config.dtype`, or `pretrained.saved_dtype`); None where it is not known.
+        requested: the caller's choice, which always holds. "auto" means as saved, None that nothing was chosen.
+        device: where the model runs. None where the caller may still move it: a CPU if there is no accelerator.
+
+    Returns:
+        A dtype, or "auto" for weights as they are saved, for the `dtype=` of `from_pretrained`.
+    """
+    if requested is not None:
+        return "auto" if requested == "auto" else to_dtype(requested)
+    if not _runs_on_cpu(device):
+        return "auto"
+    saved = None if saved in (None, "auto") else to_dtype(saved)
+    if saved is None or saved in HALF:
+        if saved is not None:
+            _say_widened(str(saved).removeprefix("torch."))
+        return torch.float32
+    return "auto"
+
+
+def to_dtype(name: torch.dtype | str | None) -> torch.dtype:
+    """A dtype by its name, with or without `torch.` before it."""
+    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype: expected a dtype of torch such as float32 or bfloat16, got {name!r}")
+    return found
+
+
+def _runs_on_cpu(device: torch.device | str | None) -> bool:
+    if device is None:
+        return not torch.accelerator.is_available()
+    return torch.device(device).type == "cpu"
+
+
+@cache
+def _say_widened(name: str) -> None:
+    logger.warning("weights are %s; using float32 on this CPU (dtype %s keeps them)", name, name)
