@@ -18,12 +18,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from isentrope.attention import BACKENDS
+from isentrope.attention import BACKENDS, RAW
 from isentrope.hf.layer import NAME, Layer, Together
 from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
-from isentrope.hf.rotary import SHARED, Rope
-from isentrope.positions import CLEX
+from isentrope.hf.rotary import SHARED, Rope, rotary_argument
 from isentrope.precision import readable
 from isentrope.recipe import Recipe
 
@@ -59,8 +58,8 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
         raise ValueError(f"model: already extended with {str(state.recipe)!r}; call isentrope.restore(model) first")
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in ("auto", *BACKENDS, *RAW):
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
     kind, layers = inner.config.model_type, probe(inner)
     recipe = read(recipe, inner.config.get_text_config(), layers)
     check(recipe, kind, layers)
@@ -148,7 +147,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     # attn_implementation in config.json: loading without the recipe fails, instead of running without it
     marks = {NAME: {"recipe": state.recipe.to_dict(), "backend": backend}, "attn_implementation": NAME}
     _own_configs(model, inner, state, marks)
-    if isinstance(state.recipe.position, CLEX):
+    if isinstance(state.recipe.position, nn.Module):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
     together = Together(len(plans))
@@ -179,10 +178,10 @@ class _Unrotated:
         self.types, self.consecutive = types, consecutive
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        if self.types != {None} and layer_type not in self.types:
+        layer_type = rotary_argument(module, "layer_type", args, kwargs)
+        if None not in self.types and layer_type not in self.types:
             return output
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        positions = rotary_argument(module, "position_ids", args, kwargs)
         if positions.dim() > 2:
             raise ValueError("position_ids: expected (batch, tokens) where keys are cached raw, got more dimensions")
         if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):

@@ -2,15 +2,18 @@
 
 Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
 model's own rotation at known positions, one with none. What turns the second's queries into the first's is the model's
-rotation, whatever its code looks like.
+rotation, whatever its code looks like. Each set of frequencies is given the positions in an order of its own, so that two
+sets of the same values are told apart by the layers that they reach.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from math import inf
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.rotary import ROUNDINGS, Rope, ropes
+from isentrope.hf.rotary import ROUNDINGS, Rope, rotary_argument, ropes
 from isentrope.region import Region, band
 
 NAME = "isentrope_probe"
@@ -109,7 +112,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")
     if model.device.type == "meta":
         raise UnsupportedModelError(f"{kind}: has no data (meta device); load the weights before extending")
-    found = list(ropes(model))
+    found = _with_positions(ropes(model))
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
         raw = _watch(model, found, rotating=False)
@@ -127,7 +130,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 raise UnsupportedModelError(f"{where} {what}")
         if not isinstance(mask, Region):
             raise UnsupportedModelError(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
-        rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found, expected.values()), where)
+        rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found), where)
         index = getattr(module, "layer_idx", None)
         layers.append(
             Attending(
@@ -144,11 +147,21 @@ def probe(model: PreTrainedModel) -> list[Attending]:
     return layers
 
 
-def _near(module: nn.Module, found: list[Rope], attending: Iterable[nn.Module]) -> list[Rope]:
-    """The frequencies that may be those of an attention module: its own, or else those of no other one."""
-    own = [rope for rope in found if rope.module in set(module.modules())]
-    others = {part for other in attending if other is not module for part in other.modules()}
-    return own or [rope for rope in found if rope.module not in others]
+Placed = dict[Rope, tuple[int, ...]]  # each set of frequencies with the positions that it is watched at
+
+
+def _with_positions(found: Iterable[Rope]) -> Placed:
+    """Every set with an order of POSITIONS that no other has."""
+    orders = list(permutations(POSITIONS))
+    # 241 and the number of orders have no common factor: neighbours in the list differ little, these much
+    return {rope: orders[241 * index % len(orders)] for index, rope in zip(range(len(orders)), found, strict=False)}
+
+
+def _near(module: nn.Module, found: Placed) -> list[Placed]:
+    """The sets that an attention module holds itself, and the others."""
+    own = set(module.modules())
+    held = {rope: positions for rope, positions in found.items() if rope.module in own}
+    return [held, {rope: positions for rope, positions in found.items() if rope not in held}]
 
 
 def _attends(module: nn.Module) -> bool:
@@ -157,13 +170,14 @@ def _attends(module: nn.Module) -> bool:
     return named == [module]
 
 
-def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Recorder:
+def _watch(model: PreTrainedModel, found: Placed, rotating: bool) -> _Recorder:
     recorder = _Recorder()
     token = _recorder.set(recorder)
     with ExitStack() as stack:
         stack.callback(_recorder.reset, token)
         for module in {rope.module for rope in found}:
-            handle = module.register_forward_hook(_at_positions if rotating else unrotated, with_kwargs=True)
+            own = {rope.layer_type: positions for rope, positions in found.items() if rope.module is module}
+            handle = module.register_forward_hook(_AtPositions(own) if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
         size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
@@ -180,13 +194,22 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
     return recorder
 
 
-def _at_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A rotary module's answer for POSITIONS."""
-    given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    positions = torch.tensor(POSITIONS, device=given.device).expand_as(given)
-    if "position_ids" in kwargs:
-        return type(module).forward(module, *args, **{**kwargs, "position_ids": positions})
-    return type(module).forward(module, args[0], positions, *args[2:], **kwargs)
+class _AtPositions:
+    """A hook on a rotary module: its answer for known positions, by the type of layer that it is asked for."""
+
+    def __init__(self, positions: dict[str | None, tuple[int, ...]]) -> None:
+        self.positions = positions
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        layer_type = rotary_argument(module, "layer_type", args, kwargs)
+        known = self.positions.get(layer_type, self.positions.get(None))
+        if known is None:
+            return output
+        given = rotary_argument(module, "position_ids", args, kwargs)
+        positions = torch.tensor(known, device=given.device).expand_as(given)
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        options = dict(zip(names, args, strict=False)) | kwargs | {"position_ids": positions}
+        return type(module).forward(module, **options)
 
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -194,21 +217,35 @@ def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 
-def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Rope], where: str) -> Rope | None:
+def _rotation(
+    raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Placed], where: str
+) -> Rope | None:
     """The frequencies that turn the raw queries and keys into the others; None if nothing turns."""
     if all(torch.equal(a, b) for a, b in zip(raw, turned, strict=True)):
         return None
-    positions = torch.tensor(POSITIONS, device=raw[0].device)[None]
     tolerance = 1e-4 if raw[0].dtype in (torch.float32, torch.float64) else 3e-2
-    for rope in found:
-        if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
-            continue
-        for interleaved in (False, True):
-            alike = replace(rope, interleaved=interleaved)
-            pairs = [(alike.rotated(x, positions), y) for x, y in zip(raw, turned, strict=True)]
-            if all((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
-                return _to_the_bit(alike, raw, turned, positions)
+    for sets in found:
+        errors: dict[Rope, float] = {}
+        for rope, positions in sets.items():
+            if 2 * rope.theta.shape[-1] <= raw[0].shape[-1]:
+                for interleaved in (False, True):
+                    alike = replace(rope, interleaved=interleaved)
+                    errors[alike] = _error(alike, raw, turned, positions)
+        if errors and (least := min(errors.values())) <= tolerance:
+            best = next(rope for rope, error in errors.items() if error == least)
+            known = next(positions for rope, positions in sets.items() if rope.same(best))
+            return _to_the_bit(best, raw, turned, _tensor(known, raw[0].device))
     raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
+
+
+def _error(rope: Rope, raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], positions: tuple[int, ...]) -> float:
+    """How far a rotation at these positions is from what a model did, as a share of the largest entry."""
+    pairs = [(rope.rotated(x, _tensor(positions, x.device)), y) for x, y in zip(raw, turned, strict=True)]
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+
+
+def _tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(positions, device=device)[None]
 
 
 def _to_the_bit(rope: Rope, raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], positions: Tensor) -> Rope:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -13,10 +15,9 @@ from torch import Tensor, nn
 from isentrope.fold import angles, rotate
 from isentrope.layout import Layout
 from isentrope.masks import Mask, Sink
-from isentrope.positions import CLEX, NTK, PI, Branch, Position, RoPE, YaRN
-from isentrope.positions.regions import NearAndFar
+from isentrope.positions import Branch, ModelRotary, Position
 from isentrope.positions.rope import Rotary
-from isentrope.region import band
+from isentrope.region import EVERYTHING, band
 
 FREQUENCIES = "inv_freq"
 SHARED = "isentrope_position"  # on an extended model: a learned position method, shared by all layers
@@ -80,6 +81,11 @@ class Rope:
     def kind(self) -> str:
         return self.parameters.get("rope_type", "default")
 
+    def as_model(self, model_type: str = "model") -> ModelRotary:
+        """What a position method is told of the model."""
+        layout, base = "interleaved" if self.interleaved else "half", self.parameters.get("rope_theta")
+        return ModelRotary(model_type, self.theta.float(), layout, self.kind, None if base is None else float(base))
+
     def same(self, other: Rope | None) -> bool:
         """Whether both are the same frequencies of the same module."""
         return other is not None and (self.module, self.layer_type) == (other.module, other.layer_type)
@@ -116,6 +122,20 @@ def ropes(model: nn.Module) -> Iterator[Rope]:
                 yield Rope(module, name.removesuffix(FREQUENCIES).rstrip("_") or None)
 
 
+def rotary_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a call to a rotary module, by its name there; None where it was not given."""
+    if name in kwargs:
+        return kwargs[name]
+    names = _arguments(type(module))
+    at = names.index(name) if name in names else len(args)
+    return args[at] if at < len(args) else None
+
+
+@cache
+def _arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
 @dataclass(frozen=True, eq=False)
 class Native(Position):
     """A position method at the frequencies of the model itself.
@@ -123,6 +143,8 @@ class Native(Position):
     sinks, size: distances as in a cache that keeps `sinks` first tokens and a window of `size`, which is how
     StreamingLLM measures them: a sink that has left the window stays at the distance where it left it.
     owner: where a learned `inner` is registered, and may have been wrapped since.
+    keeps: the model's frequencies stay as they are. writable: they can be written into the model's own rotary module,
+    which then does all that the method asks for, so that a cache holds rotated keys.
     """
 
     inner: Position
@@ -130,6 +152,8 @@ class Native(Position):
     sinks: int = 0
     size: int | None = None
     owner: nn.Module | None = None
+    keeps: bool = False
+    writable: bool = False
     rotates = True
     keys_cacheable = False
 
@@ -137,16 +161,20 @@ class Native(Position):
     def learns(self) -> bool:  # type: ignore[override]
         return self.inner.learns
 
+    @property
+    def longest(self) -> int | None:  # type: ignore[override]
+        return self.inner.longest
+
     def token(self) -> Hashable:
-        return self.rope.token()
+        return self.rope.token(), self.inner.token()
 
     @property
     def layout(self) -> str:
         return "interleaved" if self.rope.interleaved else "half"
 
     def idle(self, length: int) -> bool:
-        plain = type(self.inner) is RoPE and self.inner.base == RoPE.base
-        return self.inner.idle(length) or (plain and self.size is not None and length <= self.sinks + self.size)
+        streams = self.size is not None and length <= self.sinks + self.size
+        return self.keeps and (streams or self.inner.idle(length))
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         if self.size is None:
@@ -158,57 +186,71 @@ class Native(Position):
         )
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.owner is not None:
-            return getattr(self.owner, SHARED).frequencies(head_dim, length, dtype, device)
-        if isinstance(self.inner, NTK) and self.inner.dynamic:
-            return self.inner.frequencies(head_dim, length, dtype, device)
-        return scaled(self.inner, self.rope, head_dim).to(device, dtype)
+        inner = self.inner if self.owner is None else getattr(self.owner, SHARED)
+        if inner.keys_cacheable:  # as the model's own module would hold them
+            return rescaled(inner, self.rope, length).to(device, dtype)
+        return inner.rescale(self.rope.as_model(), length, dtype, device)
 
 
-def scaled(position: Position, rope: Rope, head_dim: int) -> Tensor:
-    """The frequencies that a method makes of a model's own."""
-    if isinstance(position, PI):
-        return rope.theta.float() / position.factor
-    if isinstance(position, (NTK, YaRN)) or (isinstance(position, RoPE) and position.base != RoPE.base):
-        return position.frequencies(head_dim, 0, torch.float32, rope.theta.device)
-    return rope.theta.float()
+def apply_to(
+    position: Position, rope: Rope, stream: tuple[int, int] | None, model_type: str, owner: nn.Module
+) -> Position:
+    """A recipe's position method at the frequencies of a model, or an error.
+
+    stream: sinks and window of StreamingLLM's distances, or None. owner: see `Native`.
+    """
+    fitted = fit(position, rope, model_type)
+    if not fitted.rotates:
+        return fitted
+    _check_answers(fitted)
+    sinks, size = stream or (0, None)
+    if fitted.learns:
+        return Native(fitted, rope, sinks, size, owner)
+    short, long = (rescaled(fitted, rope, length) for length in (1, 1 << 20))
+    lasting = torch.equal(short, long)
+    keeps = lasting and torch.equal(short, rope.theta.float())
+    return Native(fitted, rope, sinks, size, None, keeps, lasting and size is None and turns_once(fitted))
 
 
-def fitted(position: Position, rope: Rope, model_type: str) -> Position:
+def rescaled(position: Position, rope: Rope, length: Tensor | int) -> Tensor:
+    """The frequencies that a method makes of a model's own, in fp32 as models hold them."""
+    return position.rescale(rope.as_model(), length, torch.float32, rope.theta.device)
+
+
+def turns_once(position: Position) -> bool:
+    """Whether a method turns every query and key to its own position, at any distance, and does nothing else."""
+    if not (position.rotates and position.keys_cacheable):
+        return False
+    query, key = torch.arange(2)[None], torch.arange(2)[None]
+    first, *others = position.branches(query, key, 1)
+    whole = not others and first.region == EVERYTHING and first.slopes is None
+    return whole and first.query is query and first.key is key
+
+
+def _check_answers(position: Position) -> None:
+    """Refuse a method with frequencies of its own that inherits an answer which does not know of them."""
+    kind = type(position)
+    owner = next(part for part in kind.__mro__ if {"frequencies", "rescale"} & vars(part).keys())
+    if "rescale" not in vars(owner) and kind.rescale not in (Rotary.rescale, Position.rescale):
+        raise ValueError(
+            f"{position.name()}: has frequencies of its own, and its rescale is that of a method without them; implement "
+            f"{kind.__name__}.rescale(model, length, dtype, device) to extend a model with it"
+        )
+
+
+def fit(position: Position, rope: Rope, model_type: str) -> Position:
     """A recipe's position method with what it leaves open taken from the model, or an error."""
-    turning = 2 * rope.theta.shape[-1]
     if rope.kind in BY_LENGTH:
         raise ValueError(
             f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which no other "
             f"position method can be joined to; leave {position.name()!r} out, or load it with rope_type 'default'"
         )
-    if isinstance(position, (NTK, YaRN, CLEX)) and rope.kind != "default":
-        raise ValueError(
-            f"{model_type}: its frequencies are already scaled (rope_type {rope.kind!r}), and {position.name()} would "
-            "replace them; load it with rope_type 'default', or take 'rerope', 'leakyrerope', 'selfextend' or 'pi'"
-        )
-    if isinstance(position, CLEX):
-        if position.dim != turning:
-            raise ValueError(f"{model_type}: CLEX(dim=…) must be {turning}, the entries it rotates, got {position.dim}")
-        if position.base == Rotary.base:
-            position.base = float(rope.parameters.get("rope_theta", position.base))
-        return position
-    if not isinstance(position, Rotary):
-        return position
-    if isinstance(position, YaRN) or (isinstance(position, NTK) and position.dynamic):
-        position.trained()  # or an error that says what is missing
-    layout = "interleaved" if rope.interleaved else "half"
-    if position.rotary_dim not in (None, turning):
-        raise ValueError(f"{model_type}: rotates {turning} entries of a head, the recipe {position.rotary_dim}")
-    base = position.base
-    if base == Rotary.base and "rope_theta" in rope.parameters and not isinstance(position, (RoPE, NearAndFar)):
-        base = float(rope.parameters["rope_theta"])
-    if isinstance(position, NearAndFar) and base != Rotary.base:
-        raise ValueError(f"{model_type}: {position.name()} keeps the model's frequencies; leave base out")
-    return replace(position, base=base, layout=layout, rotary_dim=turning)
+    return position.fit(rope.as_model(model_type))
 
 
 def streaming(mask: Mask | None, position: Position | None) -> tuple[int, int] | None:
     """Sinks and window of a recipe whose distances are measured as in StreamingLLM's cache, or None."""
-    one_angle = position is None or (type(position) in (RoPE, PI, NTK, YaRN) and position.keys_cacheable)
-    return (mask.sinks, mask.size) if isinstance(mask, Sink) and one_angle else None
+    sinks_and_window = isinstance(mask, Sink) and mask.region(True) == Sink(mask.sinks, mask.size).region(True)
+    if not sinks_and_window or not (position is None or turns_once(position)):
+        return None
+    return mask.sinks, mask.size  # type: ignore[union-attr]
