@@ -42,6 +42,7 @@ SIZES: dict[str, Any] = {
     "kv_channels": HEAD_DIM,
     "max_position_embeddings": TRAINED,
     "initializer_range": 0.3,
+    "init_std": 0.3,
     "sliding_window": WINDOW,
     "use_sliding_window": True,
     "max_window_layers": 2,
@@ -137,7 +138,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def names() -> list[str]:
     """Model types of causal, masked and headless text models."""
-    headed = {name for kind in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING) for name in kind._model_mapping}
+    headed = {
+        name for kind in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING) for name in kind._model_mapping
+    }
     headless = {name for name in MODEL_MAPPING._model_mapping if name in CONFIG_MAPPING and _is_text(name)}
     return sorted(headed | headless)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -154,6 +155,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     for index, (layer, plan) in enumerate(zip(state.layers, plans, strict=True)):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
         made = Layer(plan.recipe, layer.band, rope, backend, together, index)
+        made.eager = layer.eager
         device = next(iter(layer.module.parameters())).device
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{state.model_type}: {layer.name} is offloaded, so {state.recipe} has nowhere to learn")
@@ -183,10 +185,25 @@ class _Unrotated:
             return output
         positions = rotary_argument(module, "position_ids", args, kwargs)
         if positions.dim() > 2:
-            raise ValueError("position_ids: expected (batch, tokens) where keys are cached raw, got more dimensions")
+            positions = _text_positions(positions)
         if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
             raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
         return unrotated(module, args, kwargs, output)
+
+
+def _text_positions(positions: Tensor) -> Tensor:
+    """Positions (axes, batch, tokens) of a model that also reads images; in text the axes are equal."""
+    text = (positions == positions[:1]).all()
+    if not readable(text):
+        torch._assert_async(
+            text, "position_ids that differ by axis (images) are not supported where keys are cached raw"
+        )
+    elif not bool(text):
+        raise ValueError(
+            "position_ids: expected those of text where keys are cached raw, got some that differ by axis (images); "
+            "take a recipe without a position method, 'pi', 'ntk' or 'yarn'"
+        )
+    return positions[0]
 
 
 def _still_ours(module: nn.Module, args: Any) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from isentrope.hf.probe import Attending
 from isentrope.hf.rotary import Native, Rope, apply_to, rescaled, streaming
+from isentrope.hf.sharding import Heads, position_here, temperature_here
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import KINDS, Recipe
 
@@ -96,21 +97,23 @@ class Plan:
 
 def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, owner: nn.Module) -> list[Plan]:
     """What becomes of each layer. `owner` is the model, on which a learned position method is registered."""
-    shared: dict[tuple[int, str | None], Position] = {}
+    shared: dict[tuple[int, str | None, Heads], Position] = {}
     plans = []
     for layer in layers:
         own = recipe.for_layer(layer.index)
         if isinstance(own.temperature, nn.Module):
             own = replace(own, temperature=copy.deepcopy(own.temperature))
+        own = replace(own, temperature=temperature_here(own.temperature, layer.here, layer.head_dim))
         causal = all(span.high <= 1 for span in layer.band.spans)
         rope = layer.rope
         stream = streaming(recipe.mask, recipe.position) if causal else None
         if rope is None or not (recipe.position or stream) or not _reached(layer, layers):
             plans.append(Plan(replace(own, position=None)))
             continue
-        key = (id(rope.module), rope.layer_type)
+        key = (id(rope.module), rope.layer_type, layer.here)
         if key not in shared:
-            shared[key] = _position(recipe, rope, layer.head_dim, stream, config.model_type, owner)
+            position = _position(recipe, rope, layer.head_dim, stream, config.model_type, owner)
+            shared[key] = position_here(position, layer.here)
         position = shared[key]
         if isinstance(position, Native) and position.writable:
             # one angle a position: the model's own rotary module rotates, and its cache holds rotated keys

@@ -2,14 +2,14 @@
 
 Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
 model's own rotation at known positions, one with none. What turns the second's queries into the first's is the model's
-rotation, whatever its code looks like. Each set of frequencies is given the positions in an order of its own, so that two
-sets of the same values are told apart by the layers that they reach.
+rotation, whatever its code looks like. Each set of frequencies is given the positions in an order of its own, so that
+two sets of the same values are told apart by the layers that they reach.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.rotary import ROUNDINGS, Rope, rotary_argument, ropes
+from isentrope.hf.rotary import BY_LENGTH, ROUNDINGS, Rope, doubling, ropes, rotary_argument, rotary_arguments
+from isentrope.hf.sharding import Heads, check_unsharded, heads_here
 from isentrope.region import Region, band
 
 NAME = "isentrope_probe"
 POSITIONS = (0, 1, 5, 11, 23, 47)  # short enough for any model
+FAR = 256  # positions at which cosines are compared to the last bit
 # arguments of transformers' attention functions that change scores in ways a recipe cannot carry
 UNKNOWN_ARGUMENTS = {
     "softcap": "a soft cap on attention scores, which no temperature passes through (it can be set to None)",
@@ -51,16 +53,19 @@ class Attending:
     heads: int
     head_dim: int
     rope: Rope | None
+    here: Heads  # those of its heads that are in this process
     placed: bool  # whether it is told the positions of its queries
+    eager: Callable[..., tuple[Tensor, Any]] | None  # its model's own attention function, where it ran with that
 
 
 @dataclass
 class _Recorder:
-    """What a pass saw: per attention module its query, key, mask and arguments."""
+    """What a pass saw: per attention module its query, key, mask and arguments; per rotary module its own answers."""
 
     bands: dict[int, Region | str] = field(default_factory=dict)
     masks: list[Tensor] = field(default_factory=list)  # kept alive, so that no two share an id
     seen: dict[nn.Module, tuple[Tensor, Tensor, Region | str | None, dict[str, Any]]] = field(default_factory=dict)
+    rotary: dict[tuple[nn.Module, str | None], dict[str, Any]] = field(default_factory=dict)
 
 
 _recorder: ContextVar[_Recorder] = ContextVar("recorder")
@@ -112,7 +117,9 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")
     if model.device.type == "meta":
         raise UnsupportedModelError(f"{kind}: has no data (meta device); load the weights before extending")
+    check_unsharded(model, kind)
     found = _with_positions(ropes(model))
+    ran_eager = {module for module in model.modules() if _runs_eager(module)}
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
         raw = _watch(model, found, rotating=False)
@@ -131,6 +138,9 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         if not isinstance(mask, Region):
             raise UnsupportedModelError(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
         rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found), where)
+        if rope is not None:
+            rope = replace(rope, **turned.rotary[rope.module, rope.layer_type])
+        here = heads_here(model, module, query.shape[1])
         index = getattr(module, "layer_idx", None)
         layers.append(
             Attending(
@@ -138,10 +148,12 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 module=module,
                 index=order if index is None else int(index),
                 band=mask,
-                heads=query.shape[1],
+                heads=here.total,
                 head_dim=query.shape[-1],
                 rope=rope,
+                here=here,
                 placed=arguments.get("position_ids") is not None,
+                eager=_eager_function(module) if module in ran_eager else None,
             )
         )
     return layers
@@ -164,6 +176,15 @@ def _near(module: nn.Module, found: Placed) -> list[Placed]:
     return [held, {rope: positions for rope, positions in found.items() if rope not in held}]
 
 
+def _runs_eager(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+
+
+def _eager_function(module: nn.Module) -> Any:
+    """The attention function in the file of a transformers model, which `attn_implementation="eager"` stands for."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+
+
 def _attends(module: nn.Module) -> bool:
     """Whether a module looks like attention and holds nothing that does."""
     named = [child for child in module.modules() if "Attention" in type(child).__name__]
@@ -176,7 +197,7 @@ def _watch(model: PreTrainedModel, found: Placed, rotating: bool) -> _Recorder:
     with ExitStack() as stack:
         stack.callback(_recorder.reset, token)
         for module in {rope.module for rope in found}:
-            own = {rope.layer_type: positions for rope, positions in found.items() if rope.module is module}
+            own = [(rope, positions) for rope, positions in found.items() if rope.module is module]
             handle = module.register_forward_hook(_AtPositions(own) if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
         size = model.config.get_text_config().vocab_size
@@ -197,19 +218,36 @@ def _watch(model: PreTrainedModel, found: Placed, rotating: bool) -> _Recorder:
 class _AtPositions:
     """A hook on a rotary module: its answer for known positions, by the type of layer that it is asked for."""
 
-    def __init__(self, positions: dict[str | None, tuple[int, ...]]) -> None:
-        self.positions = positions
+    def __init__(self, sets: list[tuple[Rope, tuple[int, ...]]]) -> None:
+        self.sets = {rope.layer_type: (rope, positions) for rope, positions in sets}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         layer_type = rotary_argument(module, "layer_type", args, kwargs)
-        known = self.positions.get(layer_type, self.positions.get(None))
+        known = self.sets.get(layer_type, self.sets.get(None))
         if known is None:
             return output
+        rope, positions = known
         given = rotary_argument(module, "position_ids", args, kwargs)
-        positions = torch.tensor(known, device=given.device).expand_as(given)
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        options = dict(zip(names, args, strict=False)) | kwargs | {"position_ids": positions}
-        return type(module).forward(module, **options)
+        options = rotary_arguments(module, args, kwargs)
+        options["position_ids"] = torch.tensor(positions, device=given.device).expand_as(given)
+        answer = type(module).forward(module, **options)
+        _recorder.get().rotary[module, rope.layer_type] = _habits(rope, options)
+        return answer
+
+
+def _habits(rope: Rope, options: dict[str, Any]) -> dict[str, Any]:
+    """How a rotary module comes to its answers, as fields of its `Rope`, by asking it for others."""
+    forward, theta, scaling = type(rope.module).forward, rope.theta, rope.scaling
+    rope.write(torch.zeros_like(theta), scaling)
+    sine = forward(rope.module, **options)[1]
+    rope.write(theta, scaling)
+    habits: dict[str, Any] = {"follows": not bool(sine.any())}
+    if rope.kind not in BY_LENGTH:  # those would remember having been asked for a long text
+        given = options["position_ids"]
+        far = torch.arange(FAR, device=given.device)
+        options = options | {"position_ids": far.expand(*given.shape[:-1], FAR)}
+        habits["doubled"] = doubling(rope, far[None], forward(rope.module, **options))
+    return habits
 
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isentrope.fold import angles, rotate
+from isentrope.fold import rotate
 from isentrope.layout import Layout
 from isentrope.masks import Mask, Sink
 from isentrope.positions import Branch, ModelRotary, Position
@@ -45,6 +45,8 @@ class Rope:
     """One set of frequencies of a model's rotary module. A module may hold several, one for each type of layer.
 
     rounded: cos and sin are in the dtype of the model, not in fp32; widened: they are multiplied in fp32.
+    doubled: how the module works out the angles of the pairs, each twice: "half", "interleaved", or "once" if not.
+    follows: whether the module turns at the frequencies that it holds, and not at some that it works out anew.
     """
 
     module: nn.Module
@@ -52,6 +54,8 @@ class Rope:
     interleaved: bool = False
     rounded: bool = True
     widened: bool = False
+    doubled: str = "half"
+    follows: bool = True
 
     def _named(self, name: str) -> str:
         return name if self.layer_type is None else f"{self.layer_type}_{name}"
@@ -74,7 +78,7 @@ class Rope:
     @property
     def parameters(self) -> dict[str, Any]:
         """`rope_parameters` of the model's config."""
-        given = getattr(self.module.config, "rope_parameters", None) or {}
+        given = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
         return given.get(self.layer_type) or {} if self.layer_type is not None else given
 
     @property
@@ -95,6 +99,20 @@ class Rope:
         setattr(self.module, self._named(FREQUENCIES), theta.to(self.theta.device))
         setattr(self.module, self._named("attention_scaling"), scaling)
 
+    def cos_and_sin(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every pair at positions (batch or 1, length), in fp32 with the model's scaling: (…, length, pairs).
+
+        A CPU works out several cosines at a time, and the last bit of one may depend on its neighbours: they stand side
+        by side as in the model's module.
+        """
+        turn = position.to(torch.float32)[..., None] * self.theta.to(position.device, torch.float32)
+        if self.doubled == "interleaved":
+            both = turn.repeat_interleave(2, -1)
+            return both.cos()[..., ::2] * self.scaling, both.sin()[..., ::2] * self.scaling
+        both = turn if self.doubled == "once" else torch.cat((turn, turn), -1)
+        pairs = turn.shape[-1]
+        return both.cos()[..., :pairs] * self.scaling, both.sin()[..., :pairs] * self.scaling
+
     def rotated(self, x: Tensor, position: Tensor, layout: Layout | None = None) -> Tensor:
         """x (batch, heads, length, d) at positions (batch or 1, length), rounded as the model's own code rounds.
 
@@ -102,16 +120,28 @@ class Rope:
         """
 
         def make() -> tuple[Tensor, Tensor]:
-            found = angles(position, self.theta.to(x.device, torch.float32), torch.float32)
-            assert found is not None
+            cos, sin = self.cos_and_sin(position.to(x.device))
             dtype = x.dtype if self.rounded else torch.float32
-            return (found[0] * self.scaling).to(dtype), (found[1] * self.scaling).to(dtype)
+            return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
         if layout is None or torch.compiler.is_compiling():
             cos, sin = make()
         else:
             cos, sin = layout.remember((self.token(), self.rounded, _Same(position), x.dtype), make)
         return rotate(x.float() if self.widened else x, cos, sin, self.interleaved).to(x.dtype)
+
+
+def doubling(rope: Rope, position: Tensor, angles: tuple[Tensor, Tensor]) -> str:
+    """How a module works out the angles of its pairs, each twice or once, from its cos and sin: `Rope.doubled`."""
+    pairs = rope.theta.shape[-1]
+    interleaved = angles[0].shape[-1] > pairs and torch.equal(angles[0][..., 0::2], angles[0][..., 1::2])
+    own = [x[..., ::2] if interleaved else x[..., :pairs] for x in angles]
+    kinds = ("interleaved", "half", "once") if interleaved else ("half", "once", "interleaved")
+    for kind in kinds:
+        known = replace(rope, doubled=kind).cos_and_sin(position)
+        if all(torch.equal(x.to(y.dtype).expand_as(y), y) for x, y in zip(known, own, strict=True)):
+            return kind
+    return kinds[0]
 
 
 def ropes(model: nn.Module) -> Iterator[Rope]:
@@ -122,13 +152,14 @@ def ropes(model: nn.Module) -> Iterator[Rope]:
                 yield Rope(module, name.removesuffix(FREQUENCIES).rstrip("_") or None)
 
 
+def rotary_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call to a rotary module by their names there."""
+    return dict(zip(_arguments(type(module)), args, strict=False)) | kwargs
+
+
 def rotary_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument of a call to a rotary module, by its name there; None where it was not given."""
-    if name in kwargs:
-        return kwargs[name]
-    names = _arguments(type(module))
-    at = names.index(name) if name in names else len(args)
-    return args[at] if at < len(args) else None
+    """One of them; None where it was not given."""
+    return rotary_arguments(module, args, kwargs).get(name)
 
 
 @cache
@@ -209,7 +240,8 @@ def apply_to(
     short, long = (rescaled(fitted, rope, length) for length in (1, 1 << 20))
     lasting = torch.equal(short, long)
     keeps = lasting and torch.equal(short, rope.theta.float())
-    return Native(fitted, rope, sinks, size, None, keeps, lasting and size is None and turns_once(fitted))
+    writable = lasting and size is None and rope.follows and turns_once(fitted)
+    return Native(fitted, rope, sinks, size, None, keeps, writable)
 
 
 def rescaled(position: Position, rope: Rope, length: Tensor | int) -> Tensor:
@@ -233,7 +265,7 @@ def _check_answers(position: Position) -> None:
     owner = next(part for part in kind.__mro__ if {"frequencies", "rescale"} & vars(part).keys())
     if "rescale" not in vars(owner) and kind.rescale not in (Rotary.rescale, Position.rescale):
         raise ValueError(
-            f"{position.name()}: has frequencies of its own, and its rescale is that of a method without them; implement "
+            f"{position.name()}: has frequencies of its own, and its rescale is that of a method without; implement "
             f"{kind.__name__}.rescale(model, length, dtype, device) to extend a model with it"
         )
 

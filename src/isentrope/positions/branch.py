@@ -57,8 +57,8 @@ class ModelRotary:
         # a model in half precision may have rounded them: bf16 keeps eight bits
         if self.base is None or not torch.allclose(self.theta.float(), self.base**-exponents, rtol=2**-8, atol=0):
             raise ValueError(
-                f"{self.model_type}: its frequencies are not base^(-2m/{self.dim}) for rope_theta {self.base}, and {name} "
-                f"would replace them; {advice}"
+                f"{self.model_type}: its frequencies are not base^(-2m/{self.dim}) for rope_theta {self.base}, "
+                f"and {name} would replace them; {advice}"
             )
 
 
@@ -86,9 +86,7 @@ class Position(Part):
         """The method with what it leaves open taken from a model, or a ValueError where the two exclude each other."""
         return self
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`frequencies` of a fitted method on a model that has its own, `model.theta`."""
         raise ValueError(
             f"{self.name()}: does not say what it makes of a model's own frequencies; implement "

@@ -108,9 +108,7 @@ class CLEX(nn.Module, Position):
             self.base = float(model.base or self.base)
         return self
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.frequencies(model.dim, length, dtype, device)
 
     def _known(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:

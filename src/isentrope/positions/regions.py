@@ -50,9 +50,7 @@ class NearAndFar(Rotary):
             raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
         return self._shaped(model, self.base)
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The model's own."""
         return model.theta.to(device, dtype)
 

@@ -61,18 +61,14 @@ class Rotary(Position):
             base = model.base or base
         return self._shaped(model, base)
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """By default the method's own `frequencies`, at the model's base: they take the place of the model's."""
         return self.frequencies(model.dim, length, dtype, device)
 
     def _shaped(self, model: ModelRotary, base: float) -> Self:
         """The method on the entries that a model rotates, in its layout."""
         if self.rotary_dim not in (None, model.dim):
-            raise ValueError(
-                f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}"
-            )
+            raise ValueError(f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}")
         return replace(self, base=base, layout=model.layout, rotary_dim=model.dim)
 
 
@@ -87,9 +83,7 @@ class RoPE(Rotary):
     def fit(self, model: ModelRotary) -> Self:
         return self._shaped(model, self.base)
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The model's own, unless another base is given."""
         if self.base == Rotary.base:
             return model.theta.to(device, dtype)
@@ -112,9 +106,7 @@ class PI(Rotary):
     def fit(self, model: ModelRotary) -> Self:
         return self._shaped(model, model.base or self.base)
 
-    def rescale(
-        self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return model.theta.to(device, dtype) / self.factor
 
 
