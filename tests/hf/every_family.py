@@ -1,7 +1,8 @@
 """A tiny model with random weights of every text model type that transformers has: `names()` and `build(name)`.
 
-Configurations are made from one table of sizes, by the names of their fields, so that a type that a later version of
-transformers brings is tried as well. What cannot be built that way is answered with the reason.
+`examine(name)` extends it and says what is right, refused or wrong. Configurations are made from one table of sizes, by
+the names of their fields, so that a type that a later version of transformers brings is tried as well. What cannot be
+built that way is answered with the reason.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
+
+import isentrope as ise
+from isentrope.hf.extend import extension
 
 VOCABULARY = 97
 LAYERS = 4
@@ -168,6 +172,95 @@ def output(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.T
     with torch.no_grad():
         result = model(input_ids=ids, **options)
     return result.logits if hasattr(result, "logits") else result[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What `extend` does to a model type.
+
+    outcome: "not built", "refused", or "extended". reason: why, for the first two.
+    rotated: whether it takes position methods. wrong: what differs from what it should be, empty where nothing does.
+    """
+
+    name: str
+    outcome: str
+    reason: str = ""
+    rotated: bool = False
+    wrong: tuple[str, ...] = ()
+
+
+IDLE = ("rerope:window=100000", "infoscale:train_length=100000")
+ACTIVE = ("rerope:window=16+infoscale:train_length=16", "infoscale:train_length=16")
+LENGTH, PROMPT, SHORT = 160, 36, 44
+
+
+def examine(name: str, seed: int = 0) -> Finding:
+    """An idle recipe gives the same bits, an active one changes them, decoding gives what a prefill does, restored."""
+    model = build(name, seed=seed)
+    if isinstance(model, str):
+        return Finding(name, "not built", model)
+    with _silent():
+        rotated = True
+        try:
+            ise.extend(model, IDLE[0])
+        except ValueError:
+            rotated = False
+            try:
+                ise.extend(model, IDLE[1])
+            except ValueError as error:
+                return Finding(name, "refused", str(error))
+        causal = all(span.high <= 1 for layer in extension(model).layers for span in layer.band.spans)
+        ise.restore(model)
+        ids = torch.randint(3, VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+        wrong = list(_wrong(model, ids, rotated))
+        if causal:
+            wrong += _wrong_decoding(model, ids[:, :SHORT], ACTIVE[not rotated])
+    return Finding(name, "extended", "", rotated, tuple(wrong))
+
+
+def _wrong(model: PreTrainedModel, ids: torch.Tensor, rotated: bool) -> Iterator[str]:
+    plain = {length: output(model, ids[:, :length]) for length in (SHORT, LENGTH)}
+    with ise.extended(model, IDLE[not rotated]):
+        for length, expected in plain.items():
+            if (error := _error(output(model, ids[:, :length]), expected)) != 0:
+                yield f"idle over {length} tokens: {error:.1e}"
+    changes = (ACTIVE[not rotated], *(["pi:factor=4"] if rotated else []))
+    for recipe in changes:
+        with ise.extended(model, recipe):
+            if _error(output(model, ids[:, :SHORT]), plain[SHORT]) < 1e-4:
+                yield f"{recipe} changes nothing"
+    if _error(output(model, ids), plain[LENGTH]) != 0:
+        yield "not restored"
+
+
+def _wrong_decoding(model: PreTrainedModel, ids: torch.Tensor, recipe: str) -> list[str]:
+    """Measured by what the plain model does: some types do not decode as they prefill, or not at all."""
+    try:
+        bound = 1e-4 + 4 * _error(_decoded(model, ids), output(model, ids))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return []  # no cache, as in a text encoder
+    if bound > 1e-2:
+        return []
+    with ise.extended(model, recipe):
+        error = _error(_decoded(model, ids), output(model, ids))
+    return [f"{recipe} decoded: {error:.1e}"] if error > bound else []
+
+
+def _decoded(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Outputs of a prompt and of the tokens after it, one at a time."""
+    found, cache = [], None
+    with torch.no_grad():
+        for part in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1)):
+            result = model(input_ids=part, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            found.append(result.logits if hasattr(result, "logits") else result[0])
+    return torch.cat(found, 1)
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest entry; infinite for what is no number."""
+    error = (a - b).abs().max() / b.abs().max()
+    return error.item() if error.isfinite() else float("inf")
 
 
 def _is_text(name: str) -> bool:

@@ -23,7 +23,7 @@ from isentrope.attention import BACKENDS, RAW
 from isentrope.hf.layer import NAME, Layer, Together
 from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
-from isentrope.hf.rotary import SHARED, Rope, rotary_argument
+from isentrope.hf.rotary import SHARED, Rope, argument_names, named_arguments
 from isentrope.precision import readable
 from isentrope.recipe import Recipe
 
@@ -166,7 +166,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
             _write(state, layer.rope, plan.theta)
     consecutive = not all(layer.placed for layer in state.layers)
     for module, types in raw.items():
-        state.handles.append(module.register_forward_hook(_Unrotated(types, consecutive), with_kwargs=True))
+        state.handles.append(module.register_forward_hook(_Unrotated(module, types, consecutive), with_kwargs=True))
     state.handles.append(inner.base_model.register_forward_pre_hook(_still_ours))
 
 
@@ -176,14 +176,14 @@ class _Unrotated:
     consecutive: the model does not hand positions on to attention, so that they must not jump.
     """
 
-    def __init__(self, types: set[str | None], consecutive: bool) -> None:
-        self.types, self.consecutive = types, consecutive
+    def __init__(self, module: nn.Module, types: set[str | None], consecutive: bool) -> None:
+        self.names, self.types, self.consecutive = argument_names(module), types, consecutive
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        layer_type = rotary_argument(module, "layer_type", args, kwargs)
-        if None not in self.types and layer_type not in self.types:
+        given = named_arguments(self.names, args, kwargs)
+        if None not in self.types and given.get("layer_type") not in self.types:
             return output
-        positions = rotary_argument(module, "position_ids", args, kwargs)
+        positions = given["position_ids"]
         if positions.dim() > 2:
             positions = _text_positions(positions)
         if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.rotary import BY_LENGTH, ROUNDINGS, Rope, doubling, ropes, rotary_argument, rotary_arguments
+from isentrope.hf.rotary import BY_LENGTH, ROUNDINGS, Rope, argument_names, doubling, named_arguments, ropes
 from isentrope.hf.sharding import Heads, check_unsharded, heads_here
 from isentrope.region import Region, band
 
@@ -222,13 +222,12 @@ class _AtPositions:
         self.sets = {rope.layer_type: (rope, positions) for rope, positions in sets}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        layer_type = rotary_argument(module, "layer_type", args, kwargs)
-        known = self.sets.get(layer_type, self.sets.get(None))
+        options = named_arguments(argument_names(module), args, kwargs)
+        known = self.sets.get(options.get("layer_type"), self.sets.get(None))
         if known is None:
             return output
         rope, positions = known
-        given = rotary_argument(module, "position_ids", args, kwargs)
-        options = rotary_arguments(module, args, kwargs)
+        given = options["position_ids"]
         options["position_ids"] = torch.tensor(positions, device=given.device).expand_as(given)
         answer = type(module).forward(module, **options)
         _recorder.get().rotary[module, rope.layer_type] = _habits(rope, options)

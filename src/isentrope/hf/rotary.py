@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -152,19 +151,14 @@ def ropes(model: nn.Module) -> Iterator[Rope]:
                 yield Rope(module, name.removesuffix(FREQUENCIES).rstrip("_") or None)
 
 
-def rotary_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call to a rotary module by their names there."""
-    return dict(zip(_arguments(type(module)), args, strict=False)) | kwargs
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """What a rotary module calls its arguments."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def rotary_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One of them; None where it was not given."""
-    return rotary_arguments(module, args, kwargs).get(name)
-
-
-@cache
-def _arguments(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def named_arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ def _tensor_parallel(model: PreTrainedModel, module: nn.Module) -> tuple[int, in
     return 1, 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class HeadwiseTemperature(Temperature):
     """A law with one temperature for each head of a layer, for the heads that are in this process."""
 
@@ -64,7 +64,7 @@ class HeadwiseTemperature(Temperature):
         return self.law.scale(n, head_dim)[..., self.heads.first : self.heads.first + self.heads.count, :]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class HeadwisePosition(Position):
     """A method without rotation whose bias differs from head to head, for the heads that are in this process."""
 

@@ -67,6 +67,10 @@ class Rotary(Position):
 
     def _shaped(self, model: ModelRotary, base: float) -> Self:
         """The method on the entries that a model rotates, in its layout."""
+        if self.layout not in (Rotary.layout, model.layout):
+            raise ValueError(
+                f"{model.model_type}: its pairs are laid out {model.layout!r}, the recipe's {self.layout!r}"
+            )
         if self.rotary_dim not in (None, model.dim):
             raise ValueError(f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}")
         return replace(self, base=base, layout=model.layout, rotary_dim=model.dim)
