@@ -14,8 +14,9 @@ from isentrope.hf.extend import extension
 from isentrope.hf.geometry import Evicting
 from isentrope.hf.rotary import streaming
 from isentrope.masks import Lambda, Sink
-from isentrope.positions import ReRoPE
+from isentrope.positions import Position
 from isentrope.recipe import Recipe
+from isentrope.region import band
 
 
 class StreamingLayer(DynamicLayer):
@@ -107,6 +108,18 @@ def _kept(recipe: Recipe) -> tuple[int, int] | None:
     if getattr(recipe.temperature, "count", "visible") != "visible" or not isinstance(mask, (Sink, Lambda)):
         return None
     size = mask.size if isinstance(mask, Sink) else mask.window
-    # ReRoPE meets everything beyond its window at one distance, so that it does not matter what was there
-    capped = isinstance(position, ReRoPE) and position.window <= size
+    if mask.region(True) != Sink(mask.sinks, size).region(True):
+        return None
+    capped = position is not None and _capped(position, size)
     return (mask.sinks, size) if capped else streaming(mask, position)
+
+
+def _capped(position: Position, size: int) -> bool:
+    """Whether keys `size` or more behind are met at one distance, as in ReRoPE: it does not matter which are left."""
+    query, key = torch.arange(2)[None], torch.arange(2)[None]
+    for branch in position.branches(query, key, 1):
+        far = branch.region & band(-inf, 1 - size)
+        placed = isinstance(branch.query, Tensor) or isinstance(branch.key, Tensor)
+        if branch.slopes is not None or (far.spans and placed):
+            return False
+    return True

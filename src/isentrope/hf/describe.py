@@ -12,7 +12,6 @@ from isentrope.hf.layer import Layer, layer_of
 from isentrope.hf.probe import Attending
 from isentrope.hf.rotary import Native
 from isentrope.layout import Layout
-from isentrope.positions import CLEX
 from isentrope.region import Region
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -85,8 +84,7 @@ def _layer(state: Extension, seen: Attending) -> LayerDescription:
     raw = position is not None
     theta = None
     if isinstance(position, Native):
-        inner = position.inner
-        length = inner.train_length * inner.max_factor if isinstance(inner, CLEX) else max(LENGTHS)
+        length = position.longest or max(LENGTHS)
         theta = position.frequencies(seen.head_dim, length, torch.float32, torch.device("cpu")).detach()
     elif seen.rope is not None and not raw:
         theta = seen.rope.theta.float().cpu()

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.attention import BACKENDS
+from isentrope.attention import BACKENDS, RAW
 from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.layer import NAME, Layer, Together
 from isentrope.hf.plan import Plan, check, check_trained, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
-from isentrope.hf.rotary import SHARED, Rope
+from isentrope.hf.rotary import SHARED, Rope, argument_names, named_arguments
 from isentrope.hf.saved_models import config_class
-from isentrope.positions import CLEX
 from isentrope.precision import readable
 from isentrope.recipe import Recipe
 
@@ -56,8 +56,8 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
         raise ValueError(f"model: already extended with {str(state.recipe)!r}; call isentrope.restore(model) first")
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
-    if backend not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in ("auto", *BACKENDS, *RAW):
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
     if (outer := _outer(inner)) is not None:
         raise ValueError(
             f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
@@ -144,13 +144,14 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     # attn_implementation in config.json: a class of transformers by itself does not run it, see saved_models.py
     marks = {NAME: {"recipe": state.recipe.to_dict(), "backend": backend}, "attn_implementation": NAME}
     _own_configs(model, inner, state, marks)
-    if isinstance(state.recipe.position, CLEX):
+    if isinstance(state.recipe.position, nn.Module):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
     together = Together(len(plans))
     for index, (layer, plan) in enumerate(zip(state.layers, plans, strict=True)):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
         made = Layer(plan.recipe, layer.band, rope, backend, together, index)
+        made.eager = layer.eager
         device = next(iter(layer.module.parameters())).device
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{state.model_type}: {layer.name} is offloaded, so {state.recipe} has nowhere to learn")
@@ -161,7 +162,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
             _write(state, layer.rope, plan.theta)
     consecutive = not all(layer.placed for layer in state.layers)
     for module, types in raw.items():
-        state.handles.append(module.register_forward_hook(_Unrotated(types, consecutive), with_kwargs=True))
+        state.handles.append(module.register_forward_hook(_Unrotated(module, types, consecutive), with_kwargs=True))
     state.handles.append(inner.base_model.register_forward_pre_hook(_still_ours))
     state.handles.append(inner.register_state_dict_pre_hook(mark_adapters))
 
@@ -172,19 +173,34 @@ class _Unrotated:
     consecutive: the model does not hand positions on to attention, so that they must not jump.
     """
 
-    def __init__(self, types: set[str | None], consecutive: bool) -> None:
-        self.types, self.consecutive = types, consecutive
+    def __init__(self, module: nn.Module, types: set[str | None], consecutive: bool) -> None:
+        self.names, self.types, self.consecutive = argument_names(module), types, consecutive
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        if self.types != {None} and layer_type not in self.types:
+        given = named_arguments(self.names, args, kwargs)
+        if None not in self.types and given.get("layer_type") not in self.types:
             return output
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        positions = given["position_ids"]
         if positions.dim() > 2:
-            raise ValueError("position_ids: expected (batch, tokens) where keys are cached raw, got more dimensions")
+            positions = _text_positions(positions)
         if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
             raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
         return unrotated(module, args, kwargs, output)
+
+
+def _text_positions(positions: Tensor) -> Tensor:
+    """Positions (axes, batch, tokens) of a model that also reads images; in text the axes are equal."""
+    text = (positions == positions[:1]).all()
+    if not readable(text):
+        torch._assert_async(
+            text, "position_ids that differ by axis (images) are not supported where keys are cached raw"
+        )
+    elif not bool(text):
+        raise ValueError(
+            "position_ids: expected those of text where keys are cached raw, got some that differ by axis (images); "
+            "take a recipe without a position method, 'pi', 'ntk' or 'yarn'"
+        )
+    return positions[0]
 
 
 def _still_ours(module: nn.Module, args: Any) -> None:

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from isentrope.attention import attention
 from isentrope.hf.geometry import frames_mask, layout_for
 from isentrope.hf.rotary import Rope
+from isentrope.hf.sharding import CONTEXT_PARALLEL, context_parallel
 from isentrope.layout import Layout
 from isentrope.masks import Lambda, Mask, Sink
 from isentrope.precision import readable
@@ -91,6 +92,9 @@ class Layer(nn.Module):
         self.together, self.index = together, index
         self.recipe, self.native, self.rope, self.backend = recipe, _own(native), rope, backend
         self.causal = all(span.high <= 1 for span in native.spans)
+        self.eager: Callable[..., tuple[Tensor, Any]] | None = (
+            None  # the attention function the model ran with, if its own
+        )
         self.evicting = isinstance(recipe.mask, (Sink, Lambda))
         self.kind = (rope is None, self.evicting, self.native)
         self.parts = tuple(
@@ -117,8 +121,11 @@ class Layer(nn.Module):
         position_ids: Tensor | None,
         sink_logits: Tensor | None,
     ) -> Tensor:
+        if context_parallel(query):
+            self._check_context_parallel(sink_logits)
         layout = self.placed(query, key, mask, position_ids)
-        if sink_logits is None and self.idle(key.shape[2], layout.framed) and layout.implicit:
+        known = sink_logits is None or self.eager is not None
+        if known and self.idle(key.shape[2], layout.framed) and layout.implicit:
             return self._plain(module, query, key, value, mask, layout, scaling, dropout)
         if dropout:
             raise ValueError(
@@ -134,6 +141,12 @@ class Layer(nn.Module):
         else:
             out = _with_sinks(query, key, value, recipe, sink_logits, options)
         return out.transpose(1, 2).contiguous()
+
+    def _check_context_parallel(self, sink_logits: Tensor | None) -> None:
+        """Refuse all but causal attention as the model has it, which torch's own SDPA then does."""
+        if self.parts or sink_logits is not None or self.eager is not None or self.native.shown != CAUSAL:
+            what = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
+            raise ValueError(CONTEXT_PARALLEL.format(what=what))
 
     def placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
         """Where the tokens of a call stand; looked at once a forward pass, whose layers are handed the same tensors."""
@@ -190,11 +203,15 @@ class Layer(nn.Module):
         scaling: float | None,
         dropout: float,
     ) -> Tensor:
-        """The model's own attention, bit for bit: its rotation in its dtype, and transformers' SDPA."""
+        """The model's own attention, bit for bit: its rotation in its dtype, and the function it ran with or SDPA."""
         if self.rope is not None:
             query = self.rope.rotated(query, layout.query, layout)
             key = self.rope.rotated(key, layout.key, layout)
         region = layout.simplify(self.native.shown)
+        if self.eager is not None:
+            hidden = torch.zeros((), dtype=query.dtype, device=query.device)
+            seen = torch.where(layout.visible(region), hidden, torch.finfo(query.dtype).min)
+            return self.eager(module, query, key, value, seen, scaling=scaling, dropout=dropout)[0]
         needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
         dense = None if mask is None and needless else layout.visible(region)
         out, _ = sdpa_attention_forward(

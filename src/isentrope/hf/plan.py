@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from isentrope.hf.probe import Attending
-from isentrope.hf.rotary import Native, Rope, fitted, scaled, streaming
+from isentrope.hf.rotary import Native, Rope, apply_to, rescaled, streaming
+from isentrope.hf.sharding import Heads, position_here, temperature_here
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import KINDS, Recipe
 
@@ -96,25 +97,27 @@ class Plan:
 
 def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, owner: nn.Module) -> list[Plan]:
     """What becomes of each layer. `owner` is the model, on which a learned position method is registered."""
-    shared: dict[tuple[int, str | None], Position] = {}
+    shared: dict[tuple[int, str | None, Heads], Position] = {}
     plans = []
     for layer in layers:
         own = recipe.for_layer(layer.index)
         if isinstance(own.temperature, nn.Module):
             own = replace(own, temperature=copy.deepcopy(own.temperature))
+        own = replace(own, temperature=temperature_here(own.temperature, layer.here, layer.head_dim))
         causal = all(span.high <= 1 for span in layer.band.spans)
         rope = layer.rope
         stream = streaming(recipe.mask, recipe.position) if causal else None
         if rope is None or not (recipe.position or stream) or not _reached(layer, layers):
             plans.append(Plan(replace(own, position=None)))
             continue
-        key = (id(rope.module), rope.layer_type)
+        key = (id(rope.module), rope.layer_type, layer.here)
         if key not in shared:
-            shared[key] = _position(recipe, rope, layer.head_dim, stream, config.model_type, owner)
+            position = _position(recipe, rope, layer.head_dim, stream, config.model_type, owner)
+            shared[key] = position_here(position, layer.here)
         position = shared[key]
-        if isinstance(position, Native) and position.size is None and position.inner.keys_cacheable:
+        if isinstance(position, Native) and position.writable:
             # one angle a position: the model's own rotary module rotates, and its cache holds rotated keys
-            plans.append(Plan(replace(own, position=None), theta=scaled(position.inner, rope, layer.head_dim)))
+            plans.append(Plan(replace(own, position=None), theta=rescaled(position.inner, rope, 1)))
         else:
             plans.append(Plan(replace(own, position=position), raw=rope))
     for plan in plans:  # layers with the same parts share the recipe: what is kept for one is known for the others
@@ -132,20 +135,21 @@ def _reached(layer: Attending, layers: list[Attending]) -> bool:
     Where a model keeps frequencies of their own for its windowed layers, those never meet a distance they have not
     seen, and stay as they are.
     """
-    windowed = any(span.low > float("-inf") for span in layer.band.spans)
-    own = layer.rope is not None and layer.rope.layer_type is not None
-    return not (
-        windowed and own and any(other.rope is not None and not other.rope.same(layer.rope) for other in layers)
-    )
+    rotated = [other for other in layers if other.rope is not None]
+    alike = [other for other in rotated if other.rope.same(layer.rope)]  # type: ignore[union-attr]
+    return not all(map(_windowed, alike)) or all(map(_windowed, rotated))
+
+
+def _windowed(layer: Attending) -> bool:
+    return any(span.low > float("-inf") for span in layer.band.spans)
 
 
 def _position(
     recipe: Recipe, rope: Rope, head_dim: int, stream: tuple[int, int] | None, kind: str, owner: nn.Module
 ) -> Position:
-    position = fitted(recipe.position or RoPE(), rope, kind)
+    position = apply_to(recipe.position or RoPE(), rope, stream, kind, owner)
     if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
-        raise ValueError(f"{kind}: rotates part of a head and scales it, which {position} cannot be joined to")
-    if not position.rotates:
-        return position
-    sinks, size = stream or (0, None)
-    return Native(position, rope, sinks, size, owner if position.learns else None)
+        raise ValueError(
+            f"{kind}: rotates part of a head and scales it, which {recipe.position or recipe.mask} cannot be joined to"
+        )
+    return position

@@ -2,15 +2,18 @@
 
 Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
 model's own rotation at known positions, one with none. What turns the second's queries into the first's is the model's
-rotation, whatever its code looks like.
+rotation, whatever its code looks like. Each set of frequencies is given the positions in an order of its own, so that
+two sets of the same values are told apart by the layers that they reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from math import inf
 from typing import Any
 
@@ -18,11 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.rotary import ROUNDINGS, Rope, ropes
+from isentrope.hf.rotary import BY_LENGTH, ROUNDINGS, Rope, argument_names, doubling, named_arguments, ropes
+from isentrope.hf.sharding import Heads, check_unsharded, heads_here
 from isentrope.region import Region, band
 
 NAME = "isentrope_probe"
 POSITIONS = (0, 1, 5, 11, 23, 47)  # short enough for any model
+FAR = 256  # positions at which cosines are compared to the last bit
 # arguments of transformers' attention functions that change scores in ways a recipe cannot carry
 UNKNOWN_ARGUMENTS = {
     "softcap": "a soft cap on attention scores, which no temperature passes through (it can be set to None)",
@@ -48,16 +53,19 @@ class Attending:
     heads: int
     head_dim: int
     rope: Rope | None
+    here: Heads  # those of its heads that are in this process
     placed: bool  # whether it is told the positions of its queries
+    eager: Callable[..., tuple[Tensor, Any]] | None  # its model's own attention function, where it ran with that
 
 
 @dataclass
 class _Recorder:
-    """What a pass saw: per attention module its query, key, mask and arguments."""
+    """What a pass saw: per attention module its query, key, mask and arguments; per rotary module its own answers."""
 
     bands: dict[int, Region | str] = field(default_factory=dict)
     masks: list[Tensor] = field(default_factory=list)  # kept alive, so that no two share an id
     seen: dict[nn.Module, tuple[Tensor, Tensor, Region | str | None, dict[str, Any]]] = field(default_factory=dict)
+    rotary: dict[tuple[nn.Module, str | None], dict[str, Any]] = field(default_factory=dict)
 
 
 _recorder: ContextVar[_Recorder] = ContextVar("recorder")
@@ -109,7 +117,9 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")
     if model.device.type == "meta":
         raise UnsupportedModelError(f"{kind}: has no data (meta device); load the weights before extending")
-    found = list(ropes(model))
+    check_unsharded(model, kind)
+    found = _with_positions(ropes(model))
+    ran_eager = {module for module in model.modules() if _runs_eager(module)}
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
         raw = _watch(model, found, rotating=False)
@@ -127,7 +137,10 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 raise UnsupportedModelError(f"{where} {what}")
         if not isinstance(mask, Region):
             raise UnsupportedModelError(f"{where} {mask or 'a mask that was not made by AttentionMaskInterface'}")
-        rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found, expected.values()), where)
+        rope = _rotation(raw.seen[module][:2], (query, key), _near(module, found), where)
+        if rope is not None:
+            rope = replace(rope, **turned.rotary[rope.module, rope.layer_type])
+        here = heads_here(model, module, query.shape[1])
         index = getattr(module, "layer_idx", None)
         layers.append(
             Attending(
@@ -135,20 +148,41 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 module=module,
                 index=order if index is None else int(index),
                 band=mask,
-                heads=query.shape[1],
+                heads=here.total,
                 head_dim=query.shape[-1],
                 rope=rope,
+                here=here,
                 placed=arguments.get("position_ids") is not None,
+                eager=_eager_function(module) if module in ran_eager else None,
             )
         )
     return layers
 
 
-def _near(module: nn.Module, found: list[Rope], attending: Iterable[nn.Module]) -> list[Rope]:
-    """The frequencies that may be those of an attention module: its own, or else those of no other one."""
-    own = [rope for rope in found if rope.module in set(module.modules())]
-    others = {part for other in attending if other is not module for part in other.modules()}
-    return own or [rope for rope in found if rope.module not in others]
+Placed = dict[Rope, tuple[int, ...]]  # each set of frequencies with the positions that it is watched at
+
+
+def _with_positions(found: Iterable[Rope]) -> Placed:
+    """Every set with an order of POSITIONS that no other has."""
+    orders = list(permutations(POSITIONS))
+    # 241 and the number of orders have no common factor: neighbours in the list differ little, these much
+    return {rope: orders[241 * index % len(orders)] for index, rope in zip(range(len(orders)), found, strict=False)}
+
+
+def _near(module: nn.Module, found: Placed) -> list[Placed]:
+    """The sets that an attention module holds itself, and the others."""
+    own = set(module.modules())
+    held = {rope: positions for rope, positions in found.items() if rope.module in own}
+    return [held, {rope: positions for rope, positions in found.items() if rope not in held}]
+
+
+def _runs_eager(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+
+
+def _eager_function(module: nn.Module) -> Any:
+    """The attention function in the file of a transformers model, which `attn_implementation="eager"` stands for."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _attends(module: nn.Module) -> bool:
@@ -157,13 +191,14 @@ def _attends(module: nn.Module) -> bool:
     return named == [module]
 
 
-def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Recorder:
+def _watch(model: PreTrainedModel, found: Placed, rotating: bool) -> _Recorder:
     recorder = _Recorder()
     token = _recorder.set(recorder)
     with ExitStack() as stack:
         stack.callback(_recorder.reset, token)
         for module in {rope.module for rope in found}:
-            handle = module.register_forward_hook(_at_positions if rotating else unrotated, with_kwargs=True)
+            own = [(rope, positions) for rope, positions in found.items() if rope.module is module]
+            handle = module.register_forward_hook(_AtPositions(own) if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
         size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
@@ -180,13 +215,38 @@ def _watch(model: PreTrainedModel, found: list[Rope], rotating: bool) -> _Record
     return recorder
 
 
-def _at_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A rotary module's answer for POSITIONS."""
-    given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    positions = torch.tensor(POSITIONS, device=given.device).expand_as(given)
-    if "position_ids" in kwargs:
-        return type(module).forward(module, *args, **{**kwargs, "position_ids": positions})
-    return type(module).forward(module, args[0], positions, *args[2:], **kwargs)
+class _AtPositions:
+    """A hook on a rotary module: its answer for known positions, by the type of layer that it is asked for."""
+
+    def __init__(self, sets: list[tuple[Rope, tuple[int, ...]]]) -> None:
+        self.sets = {rope.layer_type: (rope, positions) for rope, positions in sets}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        options = named_arguments(argument_names(module), args, kwargs)
+        known = self.sets.get(options.get("layer_type"), self.sets.get(None))
+        if known is None:
+            return output
+        rope, positions = known
+        given = options["position_ids"]
+        options["position_ids"] = torch.tensor(positions, device=given.device).expand_as(given)
+        answer = type(module).forward(module, **options)
+        _recorder.get().rotary[module, rope.layer_type] = _habits(rope, options)
+        return answer
+
+
+def _habits(rope: Rope, options: dict[str, Any]) -> dict[str, Any]:
+    """How a rotary module comes to its answers, as fields of its `Rope`, by asking it for others."""
+    forward, theta, scaling = type(rope.module).forward, rope.theta, rope.scaling
+    rope.write(torch.zeros_like(theta), scaling)
+    sine = forward(rope.module, **options)[1]
+    rope.write(theta, scaling)
+    habits: dict[str, Any] = {"follows": not bool(sine.any())}
+    if rope.kind not in BY_LENGTH:  # those would remember having been asked for a long text
+        given = options["position_ids"]
+        far = torch.arange(FAR, device=given.device)
+        options = options | {"position_ids": far.expand(*given.shape[:-1], FAR)}
+        habits["doubled"] = doubling(rope, far[None], forward(rope.module, **options))
+    return habits
 
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -199,21 +259,35 @@ def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 
-def _rotation(raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Rope], where: str) -> Rope | None:
+def _rotation(
+    raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], found: list[Placed], where: str
+) -> Rope | None:
     """The frequencies that turn the raw queries and keys into the others; None if nothing turns."""
     if all(torch.equal(a, b) for a, b in zip(raw, turned, strict=True)):
         return None
-    positions = torch.tensor(POSITIONS, device=raw[0].device)[None]
     tolerance = 1e-4 if raw[0].dtype in (torch.float32, torch.float64) else 3e-2
-    for rope in found:
-        if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
-            continue
-        for interleaved in (False, True):
-            alike = replace(rope, interleaved=interleaved)
-            pairs = [(alike.rotated(x, positions), y) for x, y in zip(raw, turned, strict=True)]
-            if all((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max() for a, b in pairs):
-                return _to_the_bit(alike, raw, turned, positions)
+    for sets in found:
+        errors: dict[Rope, float] = {}
+        for rope, positions in sets.items():
+            if 2 * rope.theta.shape[-1] <= raw[0].shape[-1]:
+                for interleaved in (False, True):
+                    alike = replace(rope, interleaved=interleaved)
+                    errors[alike] = _error(alike, raw, turned, positions)
+        if errors and (least := min(errors.values())) <= tolerance:
+            best = next(rope for rope, error in errors.items() if error == least)
+            known = next(positions for rope, positions in sets.items() if rope.same(best))
+            return _to_the_bit(best, raw, turned, _tensor(known, raw[0].device))
     raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
+
+
+def _error(rope: Rope, raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], positions: tuple[int, ...]) -> float:
+    """How far a rotation at these positions is from what a model did, as a share of the largest entry."""
+    pairs = [(rope.rotated(x, _tensor(positions, x.device)), y) for x, y in zip(raw, turned, strict=True)]
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+
+
+def _tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(positions, device=device)[None]
 
 
 def _to_the_bit(rope: Rope, raw: tuple[Tensor, Tensor], turned: tuple[Tensor, Tensor], positions: Tensor) -> Rope:

@@ -1,7 +1,7 @@
 """Position methods: where queries and keys meet."""
 
 from isentrope.positions.alibi import ALiBi
-from isentrope.positions.branch import Branch, NoPE, Position
+from isentrope.positions.branch import Branch, ModelRotary, NoPE, Position
 from isentrope.positions.clex import CLEX
 from isentrope.positions.pose import PoSE
 from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
@@ -14,6 +14,7 @@ __all__ = [
     "ALiBi",
     "Branch",
     "LeakyReRoPE",
+    "ModelRotary",
     "NoPE",
     "PoSE",
     "Position",

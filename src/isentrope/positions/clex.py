@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.parts import MOST_BASE, choice, number, shown, whole
-from isentrope.positions.branch import Branch, Position
-from isentrope.positions.rope import LAYOUTS, rope_exponents
+from isentrope.positions.branch import Branch, ModelRotary, Position
+from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
 from isentrope.precision import constant
 
 # weights are dim/2 × hidden, and every t up to max_factor is a few small steps
@@ -96,6 +96,23 @@ class CLEX(nn.Module, Position):
             return self._known(t, dtype, device)[-1]
         t_rows = torch.div(length - 1, self.train_length, rounding_mode="floor").clamp_min(0)
         return self._known(int(t_rows.max()) + 1, dtype, device)[t_rows]
+
+    @property
+    def longest(self) -> int:  # type: ignore[override]
+        return self.train_length * self.max_factor
+
+    def fit(self, model: ModelRotary) -> CLEX:
+        model.check_unscaled(self.name())
+        if self.dim != model.dim:
+            raise ValueError(
+                f"{model.model_type}: CLEX(dim=…) must be {model.dim}, the entries it rotates, got {self.dim}"
+            )
+        if self.base == Rotary.base:
+            self.base = float(model.base or self.base)
+        return self
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.frequencies(model.dim, length, dtype, device)
 
     def _known(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`path`, worked out once for weights that nobody changes: thousands of small steps at long lengths."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from isentrope.parts import MOST_FACTOR, number, whole
-from isentrope.positions.branch import Branch
+from isentrope.positions.branch import Branch, ModelRotary
 from isentrope.positions.rope import Rotary
 from isentrope.region import band
 
@@ -42,6 +44,15 @@ class NearAndFar(Rotary):
             Branch(band(-inf, 1 - w), *self.far(query, key, 1)),
             Branch(band(w, inf), *self.far(query, key, -1)),
         )
+
+    def fit(self, model: ModelRotary) -> Self:
+        if self.base != Rotary.base:
+            raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
+        return self._shaped(model, self.base)
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The model's own."""
+        return model.theta.to(device, dtype)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isentrope.parts import MOST_BASE, MOST_FACTOR, MOST_HEAD_DIM, choice, flag, number, whole
-from isentrope.positions.branch import Branch, Position
+from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.precision import constant
 
 LAYOUTS = ("half", "interleaved")
@@ -55,6 +55,27 @@ class Rotary(Position):
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
 
+    def fit(self, model: ModelRotary) -> Self:
+        base = self.base
+        if base == Rotary.base:
+            model.check_unscaled(self.name())
+            base = model.base or base
+        return self._shaped(model, base)
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """By default the method's own `frequencies`, at the model's base: they take the place of the model's."""
+        return self.frequencies(model.dim, length, dtype, device)
+
+    def _shaped(self, model: ModelRotary, base: float) -> Self:
+        """The method on the entries that a model rotates, in its layout."""
+        if self.layout not in (Rotary.layout, model.layout):
+            raise ValueError(
+                f"{model.model_type}: its pairs are laid out {model.layout!r}, the recipe's {self.layout!r}"
+            )
+        if self.rotary_dim not in (None, model.dim):
+            raise ValueError(f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}")
+        return replace(self, base=base, layout=model.layout, rotary_dim=model.dim)
+
 
 @dataclass(frozen=True)
 class RoPE(Rotary):
@@ -63,6 +84,15 @@ class RoPE(Rotary):
     base: float = 10000.0
     layout: str = "half"
     rotary_dim: int | None = None
+
+    def fit(self, model: ModelRotary) -> Self:
+        return self._shaped(model, self.base)
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The model's own, unless another base is given."""
+        if self.base == Rotary.base:
+            return model.theta.to(device, dtype)
+        return super().rescale(model, length, dtype, device)
 
 
 @dataclass(frozen=True)
@@ -77,6 +107,12 @@ class PI(Rotary):
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return super().frequencies(head_dim, length, dtype, device) / self.factor
+
+    def fit(self, model: ModelRotary) -> Self:
+        return self._shaped(model, model.base or self.base)
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return model.theta.to(device, dtype) / self.factor
 
 
 class TrainedLength(Rotary):
@@ -124,6 +160,12 @@ class NTK(TrainedLength):
     def keys_cacheable(self) -> bool:  # type: ignore[override]
         return not self.dynamic
 
+    def fit(self, model: ModelRotary) -> Self:
+        fitted = super().fit(model)
+        if self.dynamic:
+            self.trained()  # or an error that says what is missing
+        return fitted
+
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         dim = self.turning(head_dim)
         if dim == 2:
@@ -154,6 +196,11 @@ class YaRN(TrainedLength):
         number(self, "factor", MOST_FACTOR, least=1)
         number(self, "beta_fast", MOST_TURNS, least=1 / MOST_TURNS)
         number(self, "beta_slow", MOST_TURNS, least=1 / MOST_TURNS)
+
+    def fit(self, model: ModelRotary) -> Self:
+        fitted = super().fit(model)
+        self.trained()  # or an error that says what is missing
+        return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return constant(YaRN._frequencies, device, self, self.turning(head_dim), dtype)

@@ -22,7 +22,6 @@ from isentrope.data.corpus import documents
 from isentrope.files import complete
 from isentrope.hf.extend import extend, restore
 from isentrope.hf.layer import NAME
-from isentrope.hf.loading import load as load_extended
 from isentrope.hf.observe import Seen, observed, recipe_of
 from isentrope.hf.plan import train_length
 from isentrope.models.config import LEARNED, GAUAlphaConfig

@@ -1,0 +1,107 @@
+"""Types of models beyond the families of `families.py`: idle recipes to the bit, position methods where they belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isentrope as ise
+from tests.hf import every_family
+from tests.hf.every_family import build, output
+
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def by_type(full):
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": DEFAULT}} | ALTERNATING
+
+
+# types with two sets of frequencies of equal values, and those with "pi:factor=4" written into their configuration
+SETS = {
+    "olmo3": (by_type(DEFAULT), by_type(LINEAR)),
+    "modernbert": (by_type(DEFAULT), by_type(LINEAR)),
+    "gemma3_text": (by_type(DEFAULT), by_type(LINEAR)),
+    "granite_swa": ({"rope_parameters": DEFAULT}, {"rope_parameters": LINEAR}),
+    "granitemoe_swa": ({"rope_parameters": DEFAULT}, {"rope_parameters": LINEAR}),
+}
+
+
+def model_of(name, **options):
+    if name not in every_family.names():
+        pytest.skip(f"this transformers has no {name}")
+    model = build(name, **options)
+    assert not isinstance(model, str), model
+    return model
+
+
+def ids_of(length):
+    return torch.randint(3, every_family.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_of_equal_frequencies_are_told_apart(name):
+    model, interpolated = (model_of(name, **options) for options in SETS[name])
+    ids = ids_of(60)
+    plain, expected = output(model, ids), output(interpolated, ids)
+    with ise.extended(model, "rerope:window=100000"):
+        assert torch.equal(output(model, ids), plain)
+    with ise.extended(model, "pi:factor=4"):
+        torch.testing.assert_close(output(model, ids), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (expected - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+# over 125 the last bit of a sine depends on those that a CPU works out beside it; attention of a model's own ("eager");
+# positions on three axes
+EXACT = [
+    "cohere",
+    "gpt_neox",
+    "stablelm",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen2_vl_text",
+    "gpt_oss",
+    "flint",
+    "splinter",
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_idle_over_many_tokens_is_bit_identical(name):
+    model = model_of(name)
+    ids = ids_of(160)
+    plain = output(model, ids)
+    recipe = "infoscale:train_length=1000" if name == "splinter" else "rerope:window=1000"
+    with ise.extended(model, recipe):
+        assert torch.equal(output(model, ids), plain)
+
+
+def test_a_module_that_works_out_its_frequencies_anew():
+    """PhiMoE's does not look at those it holds, so that others cannot be written into it."""
+    model, linear = model_of("phimoe", rope_parameters=DEFAULT), model_of("llama")
+    ids = ids_of(40)
+    plain = output(model, ids)
+    with ise.extended(model, "pi:factor=4"):
+        assert (output(model, ids) - plain).abs().max() > 1e-2 * plain.abs().max()
+        assert {layer.cache for layer in ise.describe(model).layers} == {"raw keys"}
+    with ise.extended(linear, "pi:factor=4"):
+        assert {layer.cache for layer in ise.describe(linear).layers} == {"rotated keys"}
+
+
+def test_positions_on_several_axes():
+    """In text they are equal; of an image they are not."""
+    model = model_of("qwen2_vl_text")
+    ids = ids_of(20)
+    ise.extend(model, "rerope:window=8")
+    positions = torch.arange(20).expand(3, 1, 20).clone()
+    assert torch.equal(output(model, ids, position_ids=positions), output(model, ids))
+    positions[1, :, 10:] += 1
+    with pytest.raises(ValueError, match="differ by axis"):
+        output(model, ids, position_ids=positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every_family.names())
+def test_every_type(name):
+    assert not every_family.examine(name).wrong
