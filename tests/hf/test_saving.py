@@ -410,7 +410,8 @@ def test_attention_implementation(recipe, implementation, tmp_path):
     model.save_pretrained(tmp_path / "extended")
     llama().save_pretrained(tmp_path / "plain")
     loaded = ise.load(tmp_path / "extended", attn_implementation=implementation)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    # where a recipe is idle the model's own implementation runs, and the two round differently
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
     ise.restore(loaded)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", attn_implementation=implementation)
     assert loaded.config._attn_implementation == implementation

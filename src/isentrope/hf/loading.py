@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
+from isentrope.dtypes import cpu_dtype
 from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
 from isentrope.hf.layer import NAME
 from isentrope.hf.rotary import SHARED
 from isentrope.hf.saved_models import ExtendedConfig, read_recipe, without_marks
+from isentrope.pretrained import HUB, check_weights, load_pretrained, open_tensors, saved_dtype
 from isentrope.recipe import Recipe
-
-HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     """A model saved by `save_pretrained` after `extend`, extended again; a folder or a name on the hub.
 
     An adapter of PEFT that was saved over an extended model comes back on its base model, extended likewise.
-    options go to `from_pretrained`. Raises ValueError where there is no recipe, or its learned parameters are missing.
+
+    options go to `from_pretrained`. dtype: on a CPU, weights in half precision are loaded in float32 unless it says
+    otherwise ("auto" for as they are), since many processors take a minute there for what takes a second in float32.
+
+    Raises ValueError where there is no recipe, or where weights are missing, broken, pickled or not finite.
     """
     if "config" not in options and (adapter := read_adapter(folder, _hub(options))) is not None:
         return _load_adapter(folder, *adapter, options)
@@ -37,18 +39,27 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     kind = getattr(transformers, (plain.architectures or ["?"])[0], None)
     if kind is None:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
-    return load_as(kind, folder, config=config, **options)
+    device = options.get("device_map")
+    known = saved_dtype(folder, getattr(config, "dtype", None), **_hub(options))
+    options["dtype"] = cpu_dtype(known, options.pop("dtype", None), device if isinstance(device, str) else None)
+    return load_as(partial(load_pretrained, kind), folder, config=config, **options)
 
 
-def load_as(kind: Any, folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
-    """A saved model of a class of transformers, extended as its config says; with loading info where that is asked."""
+def load_as(make: Callable[..., Any], folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
+    """A saved model that `make(folder, …)` loads, extended as its config says; with loading info where it has that."""
     saved = read_recipe(config, folder)
-    options.setdefault("attn_implementation", "sdpa" if kind._supports_sdpa else "eager")
-    loaded = kind.from_pretrained(folder, *args, config=without_marks(config), **options)
+    options.setdefault("attn_implementation", _implementation(config))
+    loaded = make(folder, *args, config=without_marks(config), **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     extend_as_saved(model, saved)
     _load_learned(model, folder, _hub(options))
     return loaded
+
+
+def _implementation(config: Any) -> str:
+    """What the plain model attends with."""
+    kind = getattr(transformers, (without_marks(config).architectures or ["?"])[0], None)
+    return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 
 def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -66,9 +77,9 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
     own = {key: value for key, value in options.items() if key not in HUB} | {"revision": adapter.revision}
     config = AutoConfig.from_pretrained(base, revision=adapter.revision)
     if isinstance(config, ExtendedConfig):
-        model = load_as(kind, base, config=config, **own)
+        model = load(base, config=config, **own)
     else:
-        model = extend_as_saved(kind.from_pretrained(base, **own), saved)
+        model = extend_as_saved(load_pretrained(kind, base, **own), saved)
     return PeftModel.from_pretrained(model, folder, config=adapter, **_hub(options))
 
 
@@ -87,8 +98,8 @@ def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> 
     if not wanted:
         return
     found: dict[str, Tensor] = {}
-    for path in _weights(folder, hub):
-        with safe_open(path, "pt") as file:
+    for path in check_weights(folder, **hub):
+        with open_tensors(path) as file:
             found |= {name: file.get_tensor(name) for name in set(file.keys()) & set(wanted)}
     for name, x in wanted.items():
         if name not in found:
@@ -96,15 +107,3 @@ def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> 
         if found[name].shape != x.shape:
             raise ValueError(f"{folder}: expected {name} of shape {tuple(x.shape)}, got {tuple(found[name].shape)}")
         x.data = found[name].to(x.device)
-
-
-def _weights(folder: str | Path, hub: dict[str, Any]) -> list[str]:
-    """The files of a model's weights, in a folder or on the hub."""
-    options = hub | {"_raise_exceptions_for_missing_entries": False}
-    # an index may have stayed behind when a model was saved anew in one file
-    if (single := cached_file(folder, SAFE_WEIGHTS_NAME, **options)) is not None:
-        return [single]
-    if (index := cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
-        raise ValueError(f"{folder}: expected weights as safetensors, got none")
-    names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-    return [str(cached_file(folder, name, **hub)) for name in names]

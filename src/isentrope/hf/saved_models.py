@@ -69,7 +69,8 @@ class ExtendedModel:
 
         if config is None:
             config = AutoConfig.from_pretrained(folder)
-        return load_as(_base(cls), folder, *args, config=config, **options)
+        base: Any = _base(cls)
+        return load_as(base.from_pretrained, folder, *args, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:

@@ -21,10 +21,9 @@ from isentrope.files import complete
 from isentrope.hf.extend import extend
 from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
+from isentrope.hf.saved_models import remove_marks
 from isentrope.models import GAUAlphaConfig
 from isentrope.pretrained import (
-    check_finite,
-    check_weights,
     load_pretrained,
     read_config,
     read_tokenizer,
@@ -98,7 +97,7 @@ def reading_once() -> Iterator[None]:
 def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a causal model, None for GAU-α; other kinds are refused."""
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    found = read_config(check_model(model), **options)
+    found = remove_marks(read_config(check_model(model), **options))
     if not found:
         raise ValueError(f"{model}: expected a model, got no config.json")
     kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
@@ -121,10 +120,7 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
         if not read_config(name).get(NAME):
             model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
             return model
-        check_weights(name)
-        model = load(name, dtype=dtype)
-        check_finite(model, name)
-        return model
+        return load(name, dtype=dtype)
     require("gguf")
     # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
     unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
