@@ -169,6 +169,14 @@ def test_alibi_entropy_at_far_positions():
     assert_close(far, near, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "chunked", "dense", "flex"])
+def test_alibi_slopes_keep_their_digits(backend):
+    """Of 12 heads, 4 have slopes that are no powers of two."""
+    q = torch.randn(1, 12, 20, 4, dtype=torch.float64)
+    ours = ise.attention(q, q, q, "alibi", backend=backend)
+    assert_close(ours, ise.attention(q, q, q, "alibi", backend="reference"), rtol=0, atol=1e-13)
+
+
 def test_positions_of_more_queries_than_keys_are_not_guessed():
     q, k, v = tensors(4, 3)
     with pytest.raises(ValueError, match="position_ids: expected 3 positions"):

@@ -8,11 +8,8 @@ import pytest
 
 from tests.fuzz import attention, recipes
 
-# torch says once that a processor has no instructions for bf16
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_mutated_recipes_are_refused_or_right(seed):
     counts = Counter(recipes.check(mutant) for mutant in recipes.mutants(seed, 100))
     assert counts["refused"] > 50 and counts["right"] > 3
@@ -40,5 +37,5 @@ def test_a_wrong_backend_is_noticed(monkeypatch):
         return results if given[3] != "sdpa" else [*results[:-1], results[-1] * 1.5]
 
     monkeypatch.setattr(attention, "run", wrong)
-    with pytest.raises(AssertionError, match=f"seed={drawn.seed}.*sdpa"):
+    with pytest.raises(AssertionError, match=f"'seed': {drawn.seed},.*sdpa"):
         attention.check(drawn)

@@ -82,7 +82,7 @@ def whole(part: object, key: str, least: int, most: int = MOST_LENGTH) -> None:
     expected = f"{type(part).__name__}({key}=…): expected an integer ≥ {least} and ≤ {largest}"
     if value is REQUIRED:
         raise ValueError(f"{expected}, got nothing")
-    is_number = isinstance(value, Real) and type(value) is not bool
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or value != int(value):
         raise ValueError(f"{expected}, got {shown(value)}")
     object.__setattr__(part, key, int(value))
@@ -92,7 +92,7 @@ def number(part: object, key: str, most: float, *, above: float | None = None, l
     """Check that a part's option is a number > above or ≥ least, and ≤ most."""
     value = getattr(part, key)
     low = f"> {above:g}" if above is not None else f"≥ {least:g}"
-    is_number = isinstance(value, Real) and type(value) is not bool
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     inside = is_number and value <= most and (value > above if above is not None else value >= least)
     if not inside:
         raise ValueError(f"{type(part).__name__}({key}=…): expected a number {low} and ≤ {most:g}, got {shown(value)}")

@@ -7,6 +7,7 @@ never taken to be nearer than the roundings that no way to compute it escapes.
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,11 +50,15 @@ GPU_SETTINGS = (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def eager(recipe, setting, causal, dtype, device):
-    """Output, lse, entropy, dq, dk, dv of attention as one would write it by hand in this dtype.
+class Plain(NamedTuple):
+    """Attention as one would write it by hand, and the sizes (norms) of what differences in it are taken of."""
 
-    And the size of what entropy is a difference of: lse, the terms of the mean score, mean bias.
-    """
+    results: list[torch.Tensor]  # output, lse, entropy, dq, dk, dv
+    subtracted: dict[str, float]
+
+
+def eager(recipe, setting, causal, dtype, device):
+    """Plain attention in this dtype."""
     q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
     recipe = recipe.resolved()
     options = setting.arguments(device)
@@ -61,11 +66,11 @@ def eager(recipe, setting, causal, dtype, device):
         q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
     )
     scores = size = None
-    for call in calls_of(q, k, v, recipe, layout, region, options.get("scale"), False):
+    calls = calls_of(q, k, v, recipe, layout, region, options.get("scale"), False)
+    for call in calls:
         s = call.scale * (call.q @ call.k.repeat_interleave(call.groups, 1).mT)
         # the mean score is an inner product, whose rounding is relative to the sum of its absolute terms
-        q_size, k_size = (x.detach().float().abs() for x in (call.q, call.k.repeat_interleave(call.groups, 1)))
-        terms = call.scale * (q_size @ k_size.mT)
+        terms = call.scale * (_absolute(call.q) @ _absolute(call.k, call.groups).mT)
         if (bias := call.bias()) is not None:
             s = s + bias.to(dtype)
             terms = terms + bias.float().abs()
@@ -79,7 +84,31 @@ def eager(recipe, setting, causal, dtype, device):
     results = [out, torch.logsumexp(scores.float(), -1), torch.special.entr(p).sum(-1), *gradients]
     lse = results[1].detach().abs()
     size = torch.where(lse.isfinite(), lse, 0) + (p.detach() * size).sum(-1)
-    return [x.detach() for x in results], size.double().norm().item()
+    subtracted = {"entropy": size.double().norm().item()} | _subtracted(calls, p.detach(), weight.to(p), q, k)
+    return Plain([x.detach() for x in results], subtracted)
+
+
+def _subtracted(calls, p, weight, q, k):
+    """dq and dk with absolute terms: ds = p (dp - Σ p dp) is a difference, and 0 for a query that sees one key."""
+    dp = weight.abs() @ _absolute(calls[0].v, calls[0].groups).mT
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True))
+    dq, dk = 0.0, 0.0
+    for call in calls:
+        part = call.scale * ds * call.mask()
+        of_keys = (part.mT @ _absolute(call.q)).unflatten(1, (-1, call.groups)).sum(2)
+        # what a rotation keeps, and τ and norms change
+        dq = dq + part @ _absolute(call.k, call.groups) * _gain(call.q, q)
+        dk = dk + of_keys * _gain(call.k, k)
+    return {"dq": dq.double().norm().item(), "dk": dk.double().norm().item()}
+
+
+def _absolute(x, groups=1):
+    return x.detach().float().abs().repeat_interleave(groups, 1)
+
+
+def _gain(folded, raw):
+    a, b = (x.detach().float().norm(dim=-1, keepdim=True) for x in (folded, raw))
+    return a / b.clamp_min(1e-30)
 
 
 def distance(x, reference):
@@ -108,25 +137,25 @@ def check(recipe, setting, causal, backend, dtype, device):
     truth = _reference(recipe, setting, causal, rounded, device)
     gradients = not (backend == "flex" and device == "cpu")
     ours = run(recipe, setting, causal, backend, dtype, device, gradients)
-    compare(recipe, setting, causal, backend, ours, truth)
+    plain = eager(recipe, setting, causal, dtype, device)
+    subtracted = {"entropy": plain.subtracted["entropy"]}
+    compare(ours, truth, plain._replace(subtracted=subtracted), backend, f"{recipe} causal={causal} {setting}")
 
 
-def compare(recipe, setting, causal, backend, ours, truth, times=1.0):
-    """Results of a backend against those of the fp64 reference; `times` one rounding in what entropy subtracts."""
+def compare(ours, truth, plain, backend, what):
+    """Results of a backend against those of the fp64 reference."""
     dtype, device = ours[0].dtype, ours[0].device.type
-    plain, subtracted = eager(recipe, setting, causal, dtype, device)
     eps = torch.finfo(dtype).eps
     # the GPU's fp32 kernel multiplies in three TF32 products, whose small parts it drops
     tf32 = (backend, dtype, device) == ("sdpa", torch.float32, "cuda")
-    entropy = truth[NAMES.index("entropy")].norm().item()
     once, through_lse = roundings(dtype, truth[NAMES.index("lse")])
-    for name, a, b, c in zip(NAMES, ours, plain, truth, strict=False):
+    for name, a, b, c in zip(NAMES, ours, plain.results, truth, strict=False):
         # entropy is a difference: one rounding of what is subtracted, not of what is left
-        floor = times * eps * subtracted / max(entropy, 1e-30) if name == "entropy" else eps if tf32 else 0
-        floor = 2 * floor if tf32 else floor
+        floor = eps * plain.subtracted[name] / max(c.norm().item(), 1e-30) if name in plain.subtracted else 0
+        floor = 2 * max(floor, eps) if tf32 else floor
         least = once if name in ("lse", "entropy") else through_lse
         bound = (3 if tf32 else 2) * max(distance(b, c), least) + floor
-        assert distance(a, c) <= bound, f"{name} of {recipe} causal={causal} {setting} on {backend} in {dtype}"
+        assert distance(a, c) <= bound, f"{name} of {what} on {backend} in {dtype}"
 
 
 def _reference(recipe, setting, causal, tensors, device):

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from isentrope.backends.call import Call
 from isentrope.backends.merge import Part, merge
 from isentrope.compiled import compiled
+from isentrope.precision import wide
 
 BLOCK = 128
 # one kernel for all lengths: the one for few queries is another, and not to be had for every shape
@@ -86,7 +87,7 @@ def _eager(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _bias(call: Call) -> Callable[..., Tensor]:
     assert call.slopes is not None
-    slopes = call.slopes.float()
+    slopes = call.slopes.to(wide(call.q))
     batch = call.q.shape[0]
     query = call.layout.query.to(torch.int32).expand(batch, -1).contiguous()
     key = call.layout.key.to(torch.int32).expand(batch, -1).contiguous()

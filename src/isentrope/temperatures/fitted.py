@@ -94,7 +94,7 @@ def _as_tuple(value: Any, name: str, depth: int = 0) -> Any:
 def _shape(table: Any) -> tuple[int, ...] | None:
     """Of tuples of equal size inside one another that hold temperatures; None for anything else."""
     if not isinstance(table, tuple):
-        is_number = isinstance(table, Real) and type(table) is not bool
+        is_number = isinstance(table, Real) and not isinstance(table, bool)
         return () if is_number and 0 <= table <= MOST_TEMPERATURE else None
     inner = {_shape(row) for row in table}
     if len(inner) > 1 or None in inner:
