@@ -101,6 +101,16 @@ def test_positions_on_several_axes():
         output(model, ids, position_ids=positions)
 
 
+@pytest.mark.parametrize("name", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
+    """With equal weights it would pass for one before the rotation, until training makes them unequal."""
+    model = model_of(name)
+    for norm in (part for part in model.modules() if type(part).__name__.endswith("RMSNorm")):
+        torch.nn.init.ones_(norm.weight)
+    with pytest.raises(ValueError, match="has a rotation in neither of the two known layouts"):
+        ise.extend(model, "rerope:window=100000")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every_family.names())
 def test_every_type(name):

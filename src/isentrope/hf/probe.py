@@ -200,6 +200,9 @@ def _watch(model: PreTrainedModel, found: Placed, rotating: bool) -> _Recorder:
             own = [(rope, positions) for rope, positions in found.items() if rope.module is module]
             handle = module.register_forward_hook(_AtPositions(own) if rotating else unrotated, with_kwargs=True)
             stack.callback(handle.remove)
+        for norm in {part for attending in model.modules() if _attends(attending) for part in attending.modules()}:
+            if "norm" in type(norm).__name__.lower():
+                stack.callback(norm.register_forward_hook(_uneven).remove)
         size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
@@ -247,6 +250,16 @@ def _habits(rope: Rope, options: dict[str, Any]) -> dict[str, Any]:
         options = options | {"position_ids": far.expand(*given.shape[:-1], FAR)}
         habits["doubled"] = doubling(rope, far[None], forward(rope.module, **options))
     return habits
+
+
+def _uneven(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """A hook on a norm in an attention module: its answer as after training, not all entries alike.
+
+    A norm after the rotation (HunYuan) does not matter to it while its weights are equal, and would later.
+    """
+    if not isinstance(output, Tensor):
+        return output
+    return output * torch.linspace(0.5, 1.5, output.shape[-1], device=output.device, dtype=output.dtype)
 
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
