@@ -30,10 +30,11 @@ test: $(READY)  ## every test that runs on this machine
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast.py
 
-lint: $(READY)  ## style and types
+lint: $(READY)  ## style, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet --no-progress --strict-collection .github
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
