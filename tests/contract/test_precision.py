@@ -5,6 +5,7 @@ Plain attention is the eager formula on the same folded operands: scores in the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -133,6 +134,9 @@ def cases(start=0, step=1):
 def test_cpu(backend, dtype):
     for i, (position, temperature, mask, score, causal) in cases(DTYPES.index(dtype), len(DTYPES)):
         setting = SETTINGS[i % len(SETTINGS)]
+        # a processor has no blocks to reach over, and may take two hundred times as long where it has no such numbers
+        most = 97 if dtype == torch.float32 else 61
+        setting = replace(setting, queries=min(setting.queries, most), keys=min(setting.keys, most), heads=2, kv_heads=1)
         check(build(position, temperature, mask, score, setting), setting, causal, backend, dtype, "cpu")
 
 
