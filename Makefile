@@ -33,10 +33,11 @@ test: $(READY)  ## every test that runs on this machine
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
 
-lint: $(READY)  ## style and types
+lint: $(READY)  ## style, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet --no-progress --strict-collection .github
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

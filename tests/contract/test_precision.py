@@ -6,6 +6,7 @@ never taken to be nearer than the roundings that no way to compute it escapes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -186,6 +187,9 @@ def cases(start=0, step=1):
 def test_cpu(backend, dtype):
     for i, (position, temperature, mask, score, causal) in cases(DTYPES.index(dtype), len(DTYPES)):
         setting = SETTINGS[i % len(SETTINGS)]
+        # a processor has no blocks to reach over, and may take two hundred times as long where it has no such numbers
+        most = 97 if dtype == torch.float32 else 61
+        setting = replace(setting, queries=min(setting.queries, most), keys=min(setting.keys, most), heads=2, kv_heads=1)
         check(build(position, temperature, mask, score, setting), setting, causal, backend, dtype, "cpu")
 
 
