@@ -287,7 +287,8 @@ def test_extended_twice(recipe):
 
 def test_extended_inside():
     model = llama()
-    ise.extend(model.model, "rerope:window=24")
+    inner = ise.extend(model.base_model.__class__(model.config), "rerope:window=24")
+    model.model = inner
     refused(model, "infoscale", "inside it is already extended")
 
 
@@ -391,20 +392,6 @@ def test_load_without_a_recipe(tmp_path):
     )
 
 
-@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=32", "yarn:factor=4", "window:size=16", "plain"])
-def test_a_recipe_is_not_passed_over(recipe, tmp_path):
-    """Loaded by transformers alone, an extended model refuses to run; as loaded by us it is the same."""
-    saved = ise.extend(llama(), recipe)
-    saved.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for length in (8, LONG):
-        with pytest.raises(RuntimeError, match=r"recipe that was not applied.*isentrope\.load"):
-            model(tokens(1, length))
-        with pytest.raises(RuntimeError, match=r"isentrope\.load"):
-            model.generate(tokens(1, length), max_new_tokens=2, do_sample=False)
-    assert torch.equal(logits(ise.load(tmp_path), tokens(1, LONG)), logits(saved, tokens(1, LONG)))
-
-
 @pytest.mark.parametrize(
     ("written", "match"),
     [
@@ -413,12 +400,15 @@ def test_a_recipe_is_not_passed_over(recipe, tmp_path):
         ({"recipe": {"temperature": {"name": "rerope", "window": 32}}}, "temperature"),
         ({"backend": "auto"}, "isentrope recipe"),
         ("rerope:window=32", "isentrope recipe"),
+        (None, "isentrope recipe"),
     ],
 )
 def test_recipe_that_was_edited(written, match, tmp_path):
     ise.extend(llama(), "rerope:window=32").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
+    if isinstance(written, dict):
+        written = {"base_model_type": "llama"} | written
     path.write_text(json.dumps(config | {"isentrope": written}))
     with pytest.raises(ValueError, match=match):
         ise.load(tmp_path)

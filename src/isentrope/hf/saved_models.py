@@ -97,7 +97,7 @@ def remove_marks(config: dict[str, Any]) -> dict[str, Any]:
         return config
     saved = config.get(NAME)
     if not isinstance(saved, dict) or not isinstance(saved.get(BASE_MODEL_TYPE), str):
-        raise ValueError(f"config.json: expected a recipe and a {BASE_MODEL_TYPE} under {NAME!r}, got {saved!r:.200}")
+        raise ValueError(f"config.json: expected an isentrope recipe and its {BASE_MODEL_TYPE}, got {saved!r:.200}")
 
     def restore(rope: dict[str, Any]) -> dict[str, Any]:
         given = rope | {ROPE_TYPE: rope.get(BASE_ROPE_TYPE, rope[ROPE_TYPE])}
