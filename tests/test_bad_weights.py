@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.pretrained import check_finite, check_weights, load_pretrained, saved_dtype
 from isentrope.study.features import hidden_states
 from isentrope.study.inspect import load as load_to_inspect
+from isentrope.study.place import causal_model
 from isentrope.study.run import SHIPPED
 from tests.hf.tiny import llama
 
@@ -218,6 +220,16 @@ def test_numbers_that_are_none(dtype, value):
         layer.bias[2] = value
     with pytest.raises(ValueError, match="here: 1 of the 5 numbers in bias are NaN or infinite"):
         check_finite(layer, "here")
+
+
+def test_a_gguf_file_that_is_cut_short(tmp_path):
+    pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 10, 5))  # five fields that do not follow
+    result = tell("evaluate", tmp_path, "--data", tmp_path, "--gguf-file", path.name)
+    one_line(result, f"{path}: broken GGUF file", "fetch or save it again")
+    with pytest.raises(ValueError, match="broken GGUF file"):
+        causal_model(str(tmp_path), torch.float32, path.name)
 
 
 def test_tied_weights_need_not_be_saved_twice(tmp_path):

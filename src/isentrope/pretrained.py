@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,10 @@ def load_pretrained(
             )
         except SafetensorError as error:
             raise ValueError(f"{where}: broken weights ({error}); {remedy}") from error
+        except (struct.error, IndexError) as error:
+            if not options.get("gguf_file"):
+                raise
+            raise _broken_gguf(name, options, error) from error
         except RecursionError as error:
             raise ValueError(f"{name}: a JSON file in it is nested too deep to be read; {remedy}") from error
     missing = sorted(key for key in info["missing_keys"] if not any(part in key for part in unused))
@@ -72,6 +77,10 @@ def read_config(name: str | Path, **options: Any) -> dict[str, Any]:
         found: dict[str, Any] = PreTrainedConfig.get_config_dict(name, **options)[0]
     except OSError as error:
         raise _unreachable(name, error) from error
+    except (struct.error, IndexError) as error:
+        if not options.get("gguf_file"):
+            raise
+        raise _broken_gguf(name, options, error) from error
     return found
 
 
@@ -210,6 +219,10 @@ def _kind(model: Any) -> str:
 
 def _named(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} other weight{'s' * (len(keys) > 2)}"
+
+
+def _broken_gguf(name: str | Path, options: dict[str, Any], error: Exception) -> ValueError:
+    return ValueError(f"{Path(name) / str(options['gguf_file'])}: broken GGUF file ({_short(error)}); {AGAIN}")
 
 
 def _unreachable(name: str | Path, error: OSError) -> OSError:
