@@ -120,9 +120,23 @@ SIZES: dict[str, Any] = {
 }
 # what single types need beside the table
 HYBRID = ["linear_attention", "full_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 PARTIAL_MROPE = {**MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "bailing_hybrid": {"layer_types": HYBRID},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+    },
+    "esmc": {"num_key_value_heads": HEADS},
+    "kimi_linear": {"layer_types": HYBRID},
+    "longcat_flash": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "luke": {"entity_vocab_size": 8, "entity_emb_size": 16},
+    "perceiver": {"num_latents": 8, "d_latents": 64, "d_model": 64, "num_blocks": 1, "num_self_attends_per_block": 1},
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 8},
     "glm4v_moe_text": {"rope_parameters": PARTIAL_MROPE},
@@ -157,6 +171,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overri
             kind = _model_class(type(config))
             if config.is_encoder_decoder:
                 return "an encoder and a decoder"
+            if kind.main_input_name != "input_ids":
+                return "takes other inputs than text"
             torch.manual_seed(seed)
             model = kind(config).to(dtype).eval()
             _spread(model)
@@ -277,8 +293,9 @@ def _fields(kind: type) -> set[str]:
 def _config(kind: type, overrides: dict[str, Any]) -> Any:
     fields = _fields(kind)
     own = {kind.attribute_map.get(name, name): value for name, value in SIZES.items() if name in fields}
-    if "qk_rope_head_dim" in fields:  # what is called head_dim there is the part that rotates
+    if "qk_rope_head_dim" in fields:  # latent attention: what is called head_dim there is the part that rotates
         own.pop("head_dim", None)
+        own["num_key_value_heads"] = HEADS
     for name, inner in kind.sub_configs.items():
         if not dataclasses.is_dataclass(inner):
             raise ValueError(f"{name} may be of any type")

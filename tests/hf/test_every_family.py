@@ -111,6 +111,12 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
         ise.extend(model, "rerope:window=100000")
 
 
+@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v2"])
+def test_rotation_by_complex_numbers(name):
+    with pytest.raises(ValueError, match=f"{name}: its rotary module gives complex numbers"):
+        ise.extend(model_of(name), "infoscale:train_length=64")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", every_family.names())
 def test_every_type(name):

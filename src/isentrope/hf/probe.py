@@ -233,6 +233,9 @@ class _AtPositions:
         given = options["position_ids"]
         options["position_ids"] = torch.tensor(positions, device=given.device).expand_as(given)
         answer = type(module).forward(module, **options)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+            raise UnsupportedModelError(f"{kind}: its rotary module gives complex numbers or the like, not cos and sin")
         _recorder.get().rotary[module, rope.layer_type] = _habits(rope, options)
         return answer
 
