@@ -113,7 +113,7 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
 
 @pytest.mark.parametrize("name", ["llama4_text", "deepseek_v2"])
 def test_rotation_by_complex_numbers(name):
-    with pytest.raises(ValueError, match=f"{name}: its rotary module gives complex numbers"):
+    with pytest.raises(ValueError, match=f"{name}: rotates by complex numbers"):
         ise.extend(model_of(name), "infoscale:train_length=64")
 
 

@@ -235,7 +235,9 @@ class _AtPositions:
         answer = type(module).forward(module, **options)
         if not isinstance(answer, tuple) or len(answer) != 2:
             kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
-            raise UnsupportedModelError(f"{kind}: its rotary module gives complex numbers or the like, not cos and sin")
+            raise UnsupportedModelError(
+                f"{kind}: rotates by complex numbers, in place of cosines and sines, which no recipe can change yet"
+            )
         _recorder.get().rotary[module, rope.layer_type] = _habits(rope, options)
         return answer
 
@@ -267,11 +269,6 @@ def _uneven(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 def unrotated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A rotary module's answer that leaves queries and keys as they are: cos 1, sin 0."""
-    if not isinstance(output, tuple):
-        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
-        raise UnsupportedModelError(
-            f"{kind}: rotates by complex numbers, in place of cosines and sines, which no recipe can change yet"
-        )
     return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 
