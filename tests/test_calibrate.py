@@ -328,6 +328,7 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     data = json.loads((out / "calibrate.json").read_text())
     assert table(out / "calibrate.json").row_count == 4
     assert draw(out / "calibrate.json")
+    assert "(saved) |" in (saved / "README.md").read_text()
 
     plain, loaded = load(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)
     assert str(ise.hf.observe.recipe_of(loaded)) == (out / "recipe.txt").read_text().strip()

@@ -270,6 +270,9 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
         lost = f"{other['recipe']}: {other['inside'] or 0:+.2f} % of perplexity inside" in result.stdout
         assert lost == ((other["inside"] or 0) > 0.5)
 
+    card = (folder / "saved" / "README.md").read_text()
+    assert row["recipe"] in card and "| 256–320 |" in card and "Nothing was measured" not in card
+
     model = ise.load(folder / "saved", dtype=torch.float32)
     tokenizer = perplexity.load_tokenizer(str(folder / "saved"))
     texts = [tokenizer((folder / "texts" / f"{name}.txt").read_text())["input_ids"][:320] for name in "ab"]

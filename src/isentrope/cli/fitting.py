@@ -49,7 +49,7 @@ def calibrate(
     with errors_in_one_line():
         from rich.console import Console
 
-        from isentrope.report.calibrate import draw, table
+        from isentrope.report.calibrate import draw, measured, table
         from isentrope.study.causal import calibrate as study
         from isentrope.study.causal.choice import halves
         from isentrope.study.causal.perplexity import load, read
@@ -71,4 +71,4 @@ def calibrate(
         for path in (results, out / "recipe.txt", *draw(results)):
             typer.echo(path)
         if save is not None:
-            typer.echo(save_extended(model, result.recipe, save, gguf_file))
+            typer.echo(save_extended(model, result.recipe, save, gguf_file, measured(results)))

@@ -233,7 +233,7 @@ def evaluate(
     isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
     """
     with errors_in_one_line():
-        from isentrope.report.leaderboard import best
+        from isentrope.report.leaderboard import best, measured
         from isentrope.report.tables import DEGRADED
         from isentrope.study import plan as plans
         from isentrope.study.causal.plan import single
@@ -261,7 +261,8 @@ def evaluate(
                     f"save: expected a recipe that is better at the end and costs {DEGRADED} % or less inside the "
                     "training length, got none; isentrope.extend and save_pretrained save a model under any"
                 )
-            typer.echo(save_extended(compared.decoder["model"], found, save, gguf_file))
+            rows = measured(out / compared.name, found)
+            typer.echo(save_extended(compared.decoder["model"], found, save, gguf_file, rows))
         raise typer.Exit(0 if well else 1)
 
 

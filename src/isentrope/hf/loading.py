@@ -85,7 +85,10 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
 
 def extend_as_saved(model: PreTrainedModel, saved: dict[str, Any]) -> PreTrainedModel:
     """Apply the recipe of a config.json; its owner has trained the model with it, or knows."""
-    return extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"))
+    extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"))
+    if "measured" in saved:
+        getattr(model.config, NAME)["measured"] = saved["measured"]
+    return model
 
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,20 @@ def table(results: Path) -> Table:
     return told
 
 
+def measured(results: Path) -> list[dict[str, Any]]:
+    """Held-out perplexity of each candidate beyond the training length, as rows of a model card."""
+    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
+    past = f"held-out perplexity past {thousands(data['train_length'])} tokens"
+    return [
+        {
+            "temperature": LABELS[row["name"]] + (" (saved)" if row["name"] == data["chosen"] else ""),
+            past: f"{row['perplexity'][-1]:.4g}",
+            "against InfoScale": f"{row['against']['infoscale']['percent'][-1]:+.2f} %",
+        }
+        for row in data["candidates"]
+    ]
+
+
 def draw(results: Path) -> list[Path]:
     """τ against n, what each law changes, and entropies before and after, beside `calibrate.json` as .png and .svg."""
     data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")

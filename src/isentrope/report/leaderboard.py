@@ -64,6 +64,21 @@ def best(folder: Path, recipes: Collection[str]) -> str | None:
     return next((row["recipe"] for row in _better(rank(folder), recipes) if row["inside"] <= DEGRADED), None)
 
 
+def measured(folder: Path, recipe: str) -> list[dict[str, Any]]:
+    """Perplexity of a recipe beside the plain model's, bucket by bucket, as rows of a model card."""
+    board = rank(folder)
+    rows = {row["recipe"]: row["perplexity"] for row in board["rows"]}
+    return [
+        {
+            "tokens": f"{low}–{high}",
+            "perplexity, plain": _number(rows["plain"][i]) if "plain" in rows else "",
+            "perplexity, extended": _number(rows[recipe][i]),
+            "texts": board["texts"],
+        }
+        for i, (low, high) in enumerate(pairwise(map(thousands, board["edges"])))
+    ]
+
+
 def verdict(folder: Path, recipes: Collection[str], forgetful: Collection[str] = ()) -> list[Text]:
     """The best of these recipes and by how much, then those that cost too much inside the training length.
 

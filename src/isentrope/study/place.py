@@ -153,13 +153,25 @@ def check_free(folder: Path | None) -> None:
         raise ValueError(f"save: expected a place that can be written to, got {folder.parent}")
 
 
-def save_extended(name: str, recipe: Recipe | str, folder: Path, gguf_file: str | None = None) -> Path:
-    """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it."""
+def save_extended(
+    name: str,
+    recipe: Recipe | str,
+    folder: Path,
+    gguf_file: str | None = None,
+    measured: list[dict[str, Any]] | None = None,
+) -> Path:
+    """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it.
+
+    measured: rows for the model card.
+    """
     check_free(folder)
     model, name = causal_model(name, "auto", gguf_file), check_model(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     with complete(folder) as partial:
-        extend(model, recipe).save_pretrained(partial)
+        extend(model, recipe)
+        if measured:
+            getattr(model.config, NAME)["measured"] = measured
+        model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:
             read_tokenizer(name, **options).save_pretrained(partial)
