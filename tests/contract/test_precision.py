@@ -136,7 +136,9 @@ def test_cpu(backend, dtype):
         setting = SETTINGS[i % len(SETTINGS)]
         # a processor has no blocks to reach over, and may take two hundred times as long where it has no such numbers
         most = 97 if dtype == torch.float32 else 61
-        setting = replace(setting, queries=min(setting.queries, most), keys=min(setting.keys, most), heads=2, kv_heads=1)
+        setting = replace(
+            setting, queries=min(setting.queries, most), keys=min(setting.keys, most), heads=2, kv_heads=1
+        )
         check(build(position, temperature, mask, score, setting), setting, causal, backend, dtype, "cpu")
 
 
