@@ -1,5 +1,7 @@
 """GPU tests run where there is a GPU, slow ones when asked for."""
 
+import gc
+
 import pytest
 import torch
 
@@ -36,6 +38,16 @@ def pytest_collection_modifyitems(config, items):
     if gone := set(dropped):
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in gone]
+
+
+def pytest_collection_finish(session):
+    """Modules live to the end: a collection of garbage, as after every compilation, need not look through them."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
