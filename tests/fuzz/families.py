@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 import isentrope as ise
 from isentrope.hf.layer import NAME
@@ -18,6 +19,7 @@ PADDING = 7
 
 
 def check(name: str, folder: Path, seed: int = 0) -> str:
+    logging.disable_progress_bar()
     finding = examine(name, seed)
     if finding.outcome != "extended":
         return finding.outcome
