@@ -48,8 +48,9 @@ def test_sets_of_equal_frequencies_are_told_apart(name):
     with ise.extended(model, "rerope:window=100000"):
         assert torch.equal(output(model, ids), plain)
     with ise.extended(model, "pi:factor=4"):
-        torch.testing.assert_close(output(model, ids), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
-    assert (expected - plain).abs().max() > 1e-3 * plain.abs().max()
+        # GraniteSWA has no SDPA, so that fp32 is rounded otherwise; there is no fp64 for its experts
+        torch.testing.assert_close(output(model, ids), expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    assert (expected - plain).abs().max() > 1e-2 * plain.abs().max()
 
 
 # over 125 the last bit of a sine depends on those that a CPU works out beside it; attention of a model's own ("eager");

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from isentrope.attention import BACKENDS, RAW
 from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.layer import NAME, Layer, Together
-from isentrope.hf.plan import Plan, check, check_trained, planned, read
+from isentrope.hf.plan import Plan, check, check_trained, parts_of, planned, read
 from isentrope.hf.probe import Attending, configs, probe, unrotated
 from isentrope.hf.rotary import SHARED, Rope, argument_names, named_arguments
 from isentrope.hf.saved_models import config_class
@@ -147,7 +147,7 @@ def _apply(model: nn.Module, inner: PreTrainedModel, state: Extension, plans: li
     if isinstance(state.recipe.position, nn.Module):
         setattr(inner, SHARED, state.recipe.position.to(inner.device).train(inner.training))
     raw: dict[nn.Module, set[str | None]] = {}
-    together = Together(len(plans))
+    together = Together(len(plans), parts_of(plans))
     for index, (layer, plan) in enumerate(zip(state.layers, plans, strict=True)):
         rope = plan.raw if plan.raw is not None and plan.recipe.position.rotates else None
         made = Layer(plan.recipe, layer.band, rope, backend, together, index)

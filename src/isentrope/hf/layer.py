@@ -52,10 +52,11 @@ class Pass(NamedTuple):
 
 
 class Together:
-    """What `count` layers of a model have in common: what the last of them to run has seen, for each kind of layer."""
+    """What `count` layers of a model have in common: the parts of their recipes, and what the last to run has seen."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.seen = count, dict[Hashable, Pass]()
+    def __init__(self, count: int, parts: tuple[Any, ...] = ()) -> None:
+        self.count, self.parts = count, parts
+        self.seen = dict[Hashable, Pass]()  # for each kind of layer
 
     def reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
         """A weak one; with the tensor goes what was seen."""
@@ -70,7 +71,7 @@ class Together:
         return weakref.ref(tensor, forget)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Together, (self.count,)
+        return Together, (self.count, self.parts)
 
 
 def _none() -> None:
@@ -124,9 +125,11 @@ class Layer(nn.Module):
         if context_parallel(query):
             self._check_context_parallel(sink_logits)
         layout = self.placed(query, key, mask, position_ids)
-        known = sink_logits is None or self.eager is not None
-        if known and self.idle(key.shape[2], layout.framed) and layout.implicit:
-            return self._plain(module, query, key, value, mask, layout, scaling, dropout)
+        if layout.implicit and self.idle(key.shape[2], layout.framed):
+            if self.eager is not None and self._all_idle(key.shape[2]):
+                return self._eager(module, query, key, value, layout, scaling, dropout)
+            if sink_logits is None:
+                return self._plain(module, query, key, value, mask, layout, scaling, dropout)
         if dropout:
             raise ValueError(
                 f"attention dropout: expected 0 where a recipe changes attention, got {dropout}; "
@@ -203,21 +206,42 @@ class Layer(nn.Module):
         scaling: float | None,
         dropout: float,
     ) -> Tensor:
-        """The model's own attention, bit for bit: its rotation in its dtype, and the function it ran with or SDPA."""
+        """The model's own attention, bit for bit: its rotation in its dtype, and transformers' SDPA."""
         if self.rope is not None:
             query = self.rope.rotated(query, layout.query, layout)
             key = self.rope.rotated(key, layout.key, layout)
         region = layout.simplify(self.native.shown)
-        if self.eager is not None:
-            hidden = torch.zeros((), dtype=query.dtype, device=query.device)
-            seen = torch.where(layout.visible(region), hidden, torch.finfo(query.dtype).min)
-            return self.eager(module, query, key, value, seen, scaling=scaling, dropout=dropout)[0]
         needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
         dense = None if mask is None and needless else layout.visible(region)
         out, _ = sdpa_attention_forward(
             module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=self.causal
         )
         return out
+
+    def _all_idle(self, length: int) -> bool:
+        """Whether no layer changes anything, and rows are no longer than some part allows for."""
+        # without parts a recipe changes frequencies alone, at any length, where weights held at once may be too many
+        return bool(self.together.parts) and all(part.idle(length) for part in self.together.parts)
+
+    def _eager(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        scaling: float | None,
+        dropout: float,
+    ) -> Tensor:
+        """The same of a model that has no SDPA: its own attention function, with all weights held at once."""
+        assert self.eager is not None
+        if self.rope is not None:
+            query = self.rope.rotated(query, layout.query, layout)
+            key = self.rope.rotated(key, layout.key, layout)
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        visible = layout.visible(layout.simplify(self.native.shown))
+        mask = torch.where(visible, zero, torch.finfo(query.dtype).min)
+        return self.eager(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
 
 
 def _autocast(device: str) -> torch.dtype | None:

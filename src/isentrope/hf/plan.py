@@ -125,6 +125,12 @@ def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, o
     return plans
 
 
+def parts_of(plans: list[Plan]) -> tuple[Any, ...]:
+    """Every part of every layer's recipe, once."""
+    given = [getattr(plan.recipe, kind) for plan in plans for kind in KINDS]
+    return tuple({id(part): part for part in given if part is not None}.values())
+
+
 def _same_parts(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, kind) is getattr(other, kind) for kind in KINDS)
 

@@ -55,7 +55,7 @@ class Attending:
     rope: Rope | None
     here: Heads  # those of its heads that are in this process
     placed: bool  # whether it is told the positions of its queries
-    eager: Callable[..., tuple[Tensor, Any]] | None  # its model's own attention function, where it ran with that
+    eager: Callable[..., tuple[Tensor, Any]] | None  # its model's own function, where there is no SDPA
 
 
 @dataclass
@@ -119,7 +119,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
         raise UnsupportedModelError(f"{kind}: has no data (meta device); load the weights before extending")
     check_unsharded(model, kind)
     found = _with_positions(ropes(model))
-    ran_eager = {module for module in model.modules() if _runs_eager(module)}
+    eager = set() if model._supports_sdpa else {module for module in model.modules() if _runs_eager(module)}
     with torch.no_grad(), _at_rest(model), _implementation(model, NAME):
         turned = _watch(model, found, rotating=True)
         raw = _watch(model, found, rotating=False)
@@ -153,7 +153,7 @@ def probe(model: PreTrainedModel) -> list[Attending]:
                 rope=rope,
                 here=here,
                 placed=arguments.get("position_ids") is not None,
-                eager=_eager_function(module) if module in ran_eager else None,
+                eager=_eager_function(module) if module in eager else None,
             )
         )
     return layers
