@@ -149,7 +149,8 @@ def without_marks(config: PreTrainedConfig) -> Any:
     if isinstance(config, ExtendedConfig):
         config.__class__ = _base(type(config))
         config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or []]
-    for each in (config, *(getattr(config, name) for name in config.sub_configs)):
+    inner = (getattr(config, name) for name in config.sub_configs)
+    for each in (config, *(one for one in inner if one is not None)):
         for name in (NAME, "attn_implementation"):
             if name in each.__dict__:
                 delattr(each, name)
