@@ -83,14 +83,15 @@ def eager(recipe, setting, causal, dtype, device):
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gradients = torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
     results = [out, torch.logsumexp(scores.float(), -1), torch.special.entr(p).sum(-1), *gradients]
-    lse = results[1].detach().abs()
-    size = torch.where(lse.isfinite(), lse, 0) + (p.detach() * size).sum(-1)
-    subtracted = {"entropy": size.double().norm().item()} | _subtracted(calls, p.detach(), weight.to(p), q, k)
+    lse, mean = results[1].detach().abs(), (p.detach() * size).sum(-1)
+    size = torch.where(lse.isfinite(), lse, 0) + mean
+    subtracted = {"lse": mean.double().norm().item(), "entropy": size.double().norm().item()}
+    subtracted |= _subtracted(calls, p.detach(), weight.to(p), q, k)
     return Plain([x.detach() for x in results], subtracted)
 
 
 def _subtracted(calls, p, weight, q, k):
-    """dq and dk with absolute terms: ds = p (dp - Σ p dp) is a difference, and 0 for a query that sees one key."""
+    """Gradients with absolute terms: ds = p (dp - Σ p dp) is a difference, and 0 for a query that sees one key."""
     dp = weight.abs() @ _absolute(calls[0].v, calls[0].groups).mT
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))
     dq, dk = 0.0, 0.0
@@ -100,7 +101,8 @@ def _subtracted(calls, p, weight, q, k):
         # what a rotation keeps, and τ and norms change
         dq = dq + part @ _absolute(call.k, call.groups) * _gain(call.q, q)
         dk = dk + of_keys * _gain(call.k, k)
-    return {"dq": dq.double().norm().item(), "dk": dk.double().norm().item()}
+    dv = (p.mT @ weight.abs()).unflatten(1, (-1, calls[0].groups)).sum(2)
+    return {name: x.double().norm().item() for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
 
 
 def _absolute(x, groups=1):

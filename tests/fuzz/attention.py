@@ -233,5 +233,6 @@ def by_hand(drawn: Case) -> Plain | None:
     # written by hand it reads padding
     plain = test_precision.eager(drawn.recipe, replace(drawn, spoiled=0.0), drawn.causal, drawn.dtype, "cpu")
     # Among thousands of cases some meet what sums in pairs may lose: eps/2 for each time that their terms are halved.
+    # Some processors add up the products of fp16 in fp16, so that a score of one key alone shows it.
     times = log2(drawn.d * drawn.keys) / 2
     return plain._replace(subtracted={name: times * size for name, size in plain.subtracted.items()})
