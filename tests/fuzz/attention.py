@@ -235,4 +235,5 @@ def by_hand(drawn: Case) -> Plain | None:
     # Among thousands of cases some meet what sums in pairs may lose: eps/2 for each time that their terms are halved.
     # Some processors add up the products of fp16 in fp16, so that a score of one key alone shows it.
     times = log2(drawn.d * drawn.keys) / 2
-    return plain._replace(subtracted={name: times * size for name, size in plain.subtracted.items()})
+    sizes = {name: size if name == "out" else times * size for name, size in plain.subtracted.items()}
+    return plain._replace(subtracted=sizes)

@@ -98,7 +98,7 @@ IDLE = "rerope:window=1000"  # for the part of the text that is here: the whole 
 SPLIT = [(recipe, False) for recipe in ("rerope:window=8", IDLE, "infoscale:train_length=8", "window:size=8")]
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # torch 2.11 on itself
+@pytest.mark.filterwarnings("ignore")  # older versions of torch warn of themselves while they compile
 @pytest.mark.parametrize(("recipe", "compiled"), [*SPLIT, ("infoscale:train_length=8", True)])
 def test_context_parallel_is_refused(recipe, compiled, one_process):
     from torch.distributed.tensor.experimental import context_parallel
