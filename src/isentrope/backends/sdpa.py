@@ -201,7 +201,7 @@ def _additive(call: Call, rows: slice | None, columns: slice | None) -> Tensor:
     width = visible.shape[-1]
     # GPU kernels read the mask in aligned vectors: give rows a padded stride
     stride = -(-width // 16) * 16
-    shape = torch.broadcast_shapes(visible.shape, () if bias is None else bias.shape)
+    shape = visible.shape if bias is None else torch.broadcast_shapes(visible.shape, bias.shape)
     # a distance bias has more digits than half precision; the CPU kernel takes it as it is
     dtype = call.q.dtype if bias is None else wide(call.q)
     mask = call.q.new_zeros(*shape[:-1], stride, dtype=dtype)[..., :width]
