@@ -40,7 +40,8 @@ def _wrong_when_padded(model: Any, ids: torch.Tensor, recipe: str) -> list[str]:
 
     def gap() -> float:
         alone = output(model, ids, attention_mask=torch.ones_like(ids))
-        padded = torch.cat((torch.full((1, PADDING), model.config.get_text_config().pad_token_id or 0), ids), 1)
+        filler = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        padded = torch.cat((torch.full((1, PADDING), filler), ids), 1)
         mask = torch.ones_like(padded)
         mask[:, :PADDING] = 0
         positions = (mask.cumsum(1) - 1).clamp_min(0)
