@@ -130,7 +130,7 @@ def test_generate_gives_the_tokens_of_the_full_forward(recipe):
     model, ids = extended(recipe), tokens(3, 30)
 
     def generated(**options):
-        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, **options)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **options)
 
     expected = generated(do_sample=False, use_cache=False)
     assert torch.equal(generated(do_sample=False, past_key_values=ise.StreamingCache(model)), expected)
