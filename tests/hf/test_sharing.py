@@ -119,8 +119,12 @@ def test_another_implementation_is_refused(implementation, folder):
         LlamaForCausalLM.from_pretrained(folder, attn_implementation=implementation)
 
 
-def test_programs_without_isentrope_refuse_the_folder_by_name(folder):
-    """Auto classes by the model type; a class of transformers, told how to attend, by the rope type."""
+def test_programs_without_isentrope_refuse_the_folder_by_name(model, folder, tmp_path):
+    """Auto classes by the model type; a class of transformers, told how to attend, by the rope type.
+
+    With a module for remote code, and leave to run it, isentrope need only be installed.
+    """
+    ise.export(model, tmp_path / "remote", remote_code=True)
     code = (
         "import sys\n"
         "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
@@ -133,11 +137,14 @@ def test_programs_without_isentrope_refuse_the_folder_by_name(folder):
         "    else:\n"
         "        raise AssertionError(f'{kind} loads the plain model')\n"
         "assert not any(name.startswith('isentrope') for name in sys.modules)\n"
-        "import isentrope, torch  # from here on it is known\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)\n"
+        "import isentrope\n"
         "assert 'rerope' in str(isentrope.describe(model))\n"
+        "assert 'rerope' in str(isentrope.describe(AutoModelForCausalLM.from_pretrained(sys.argv[1])))\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=False)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", code, folder, tmp_path / "remote"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -156,18 +163,20 @@ def test_isentrope_imported_before_transformers(folder):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_launcher(folder, tmp_path):
+def test_the_launcher(folder, tmp_path, capsys, monkeypatch):
+    from isentrope import run
+
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
         "from transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation=None)\n"
-        "print(sys.argv[1:], model.config._attn_implementation)\n"
+        "print(__name__, sys.argv[1:], model.config._attn_implementation)\n"
     )
-    command = [sys.executable, "-m", "isentrope.run", script, folder]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == f"['{folder}'] isentrope"
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run.main([str(script), str(folder)])
+    assert capsys.readouterr().out.strip() == f"__main__ ['{folder}'] isentrope"
 
 
 def test_what_the_launcher_runs(capsys, monkeypatch):
@@ -358,17 +367,6 @@ def test_export_refuses_plain_models_and_folders_that_exist(model, tmp_path):
 def test_remote_code_for_those_who_allow_it(model, tmp_path):
     """Off by default; with it, programs need isentrope installed, not imported."""
     ise.export(model, tmp_path / "longer", remote_code=True)
-    code = (
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "print(model.config._attn_implementation)\n"
-    )
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", code, tmp_path / "longer"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip().splitlines()[-1] == "isentrope"
     again = ise.load(tmp_path / "longer")
     ids = tokens(1, LONG)
     assert torch.equal(again(ids).logits, model(ids).logits)
