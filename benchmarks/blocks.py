@@ -18,9 +18,9 @@ import torch
 from measure import Row, save, sizes, times
 
 from isentrope.attention import attention
-from isentrope.backends import band_kernel
-from isentrope.compiled import runs_triton
-from isentrope.study.provenance import provenance
+from isentrope.backends.band import kernel as band_kernel
+from isentrope.core.compile import runs_triton
+from isentrope.utils.provenance import provenance
 
 SHAPES = ",".join("x".join(map(str, shape)) for shape in product((64, 128), (64, 128), (2, 3, 4), (4, 8)))
 METHODS = ("rope+window:size={}", "rope+sink:sinks=4,size={}", "rerope:window={}")

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import isentrope as ise
-from isentrope.compiled import fresh
-from isentrope.layout import _recent
+from isentrope.core.compile import fresh
+from isentrope.core.layout import _recent
 
 MILLION = 1 << 20
 PLAIN = "RoPE + SDPA"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isentrope.files import complete
+from isentrope.utils.files import complete
 
 Call = Callable[[], object]
 Row = dict[str, Any]

@@ -18,9 +18,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 import isentrope as ise
 from isentrope.data.batches import Batches
 from isentrope.data.prepared import Documents
+from isentrope.evaluation.perplexity import load
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.study.causal.perplexity import load
-from isentrope.study.step import Stepper, ahead
+from isentrope.training.step import Stepper, ahead
 
 AWAY = 0.05  # what bf16 may make of the largest logit
 ROOM = 128  # slots of a static cache beyond its contents: every step takes one

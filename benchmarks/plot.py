@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from measure import exponent
 
-from isentrope.report.figures import COLOURS, DASHES, DOTS, GREY, INK, RC, save
+from isentrope.report.figures.laws import COLOURS, DASHES, DOTS, GREY, INK, RC, save
 
 # dense bf16 FLOP a second, bytes a second
 CARDS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from isentrope.study.provenance import provenance
+from isentrope.utils.provenance import provenance
 
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from isentrope.backends import call
+from isentrope.core import call
 from isentrope.data.prepared import Prepared
+from isentrope.evaluation.loading import place
+from isentrope.evaluation.masked_lm import Protocol, evaluate, summary
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
-from isentrope.study.checkpoint import write_json
-from isentrope.study.evaluate import Protocol, evaluate, summary
-from isentrope.study.place import place
-from isentrope.study.provenance import provenance
+from isentrope.training.checkpoint import write_json
+from isentrope.utils.provenance import provenance
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 fold = call.fold

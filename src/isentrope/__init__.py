@@ -4,8 +4,6 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
-from isentrope.extras import named_extras
-from isentrope.imports import after_import
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
 from isentrope.recipe import Recipe
@@ -22,6 +20,8 @@ from isentrope.temperatures import (
     SSMax,
     YaRNTemperature,
 )
+from isentrope.utils.extras import named_extras
+from isentrope.utils.imports import after_import
 
 __version__ = "0.1.0"
 __all__ = [

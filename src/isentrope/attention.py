@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.asked import asked_of
-from isentrope.backends import band as banded
-from isentrope.backends import chunked, decode, dense, flex, merge, reference, sdpa
-from isentrope.backends.call import Call, Unfolded
+from isentrope.backends import chunked, dense, flex, merge, reference, sdpa
+from isentrope.backends.band import backend as banded
+from isentrope.backends.decode import backend as decode
 from isentrope.backends.padding import blank_padding
-from isentrope.compiled import compiled
-from isentrope.layout import Layout, PositionIds
+from isentrope.builder import asked_of
+from isentrope.core.call import Call, Unfolded
+from isentrope.core.compile import compiled
+from isentrope.core.layout import Layout, PositionIds
+from isentrope.core.precision import as_given
+from isentrope.core.region import band
 from isentrope.masks import Mask
 from isentrope.parts import shown
-from isentrope.precision import as_given
 from isentrope.recipe import Recipe
-from isentrope.region import band
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked

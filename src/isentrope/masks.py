@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first
 from isentrope.parts import REQUIRED, Part, choice, shown, whole
-from isentrope.region import CAUSAL, EVERYTHING, Region, band, first
 
 MOST_JOINED = 32  # each may cut the regions of the others
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from isentrope.dtypes import to_dtype
-from isentrope.files import read_fields, read_json
+from isentrope.core.dtypes import to_dtype
+from isentrope.utils.files import read_fields, read_json
 
 AGAIN = "fetch or save it again"
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.backends import merge
-from isentrope.backends.call import Call
 from isentrope.backends.merge import Kernel, Part
 from isentrope.backends.product import narrow, product
-from isentrope.compiled import compiled
-from isentrope.precision import wide
+from isentrope.core.call import Call
+from isentrope.core.compile import compiled
+from isentrope.core.precision import wide
 
 # scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.backends.call import Call
 from isentrope.backends.product import product
-from isentrope.compiled import compiled
+from isentrope.core.call import Call
+from isentrope.core.compile import compiled
 
 
 def refusal(calls: list[Call]) -> str | None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from isentrope.backends.call import Call
 from isentrope.backends.merge import Part, merge
-from isentrope.compiled import compiled
-from isentrope.precision import wide
+from isentrope.core.call import Call
+from isentrope.core.compile import compiled
+from isentrope.core.precision import wide
 
 BLOCK = 128
 # one kernel for all lengths: the one for few queries is another, and not to be had for every shape

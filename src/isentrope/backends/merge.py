@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from isentrope.backends.call import Call
-from isentrope.compiled import compiled
+from isentrope.core.call import Call
+from isentrope.core.compile import compiled
 
 
 class Part(NamedTuple):

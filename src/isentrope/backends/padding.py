@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from isentrope.backends.call import Unfolded
-from isentrope.precision import readable, wide
+from isentrope.core.call import Unfolded
+from isentrope.core.precision import readable, wide
 
 HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
 

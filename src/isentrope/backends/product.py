@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isentrope.precision import wide
+from isentrope.core.precision import wide
 
 
 def narrow(x: Tensor) -> torch.dtype:

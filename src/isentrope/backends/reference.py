@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.backends.call import Call
-from isentrope.precision import wide
+from isentrope.core.call import Call
+from isentrope.core.precision import wide
 
 
 def refusal(calls: list[Call]) -> str | None:

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.backends import merge
-from isentrope.backends.call import Call
 from isentrope.backends.merge import Kernel, Part, lengthened
-from isentrope.compiled import generation
-from isentrope.precision import wide
-from isentrope.region import Band
+from isentrope.core.call import Call
+from isentrope.core.compile import generation
+from isentrope.core.precision import wide
+from isentrope.core.region import Band
 
 aten = torch.ops.aten
 

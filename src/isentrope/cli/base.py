@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.extras import MissingExtraError, named_extras
-from isentrope.files import explain
+from isentrope.utils.extras import MissingExtraError, named_extras
+from isentrope.utils.files import explain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
@@ -74,7 +74,7 @@ def show(table: Any) -> None:
 
 def files(words: Sequence[str]) -> list[Path]:
     """Those of all the files, folders and globs."""
-    from isentrope.study.causal.plan import texts_of
+    from isentrope.experiments.causal_plan import texts_of
 
     return [path for word in words for path in texts_of(word)]
 

@@ -43,8 +43,8 @@ def prepare(
     The same corpus, options and seed give the same partition. What an earlier run has done is kept.
     """
     with errors_in_one_line():
+        from isentrope.data import prepare as study
         from isentrope.data.source import Source
-        from isentrope.study import prepare as study
 
         found = Source(source, column, subset, split, data_files, skip_broken, limit)
         options = study.Options(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
@@ -54,7 +54,8 @@ def prepare(
 def show_partition(manifest: Path) -> None:
     from rich.console import Console
 
-    from isentrope.report import corpus, tables
+    from isentrope.report.figures import partition as corpus
+    from isentrope.report.tables import terminal as tables
 
     Console().print(tables.partition(manifest))
     for path in (manifest, *corpus.partition(manifest)):

@@ -49,11 +49,11 @@ def calibrate(
     with errors_in_one_line():
         from rich.console import Console
 
-        from isentrope.report.calibrate import draw, measured, table
-        from isentrope.study.causal import calibrate as study
-        from isentrope.study.causal.choice import halves
-        from isentrope.study.causal.perplexity import load, read
-        from isentrope.study.place import check_free, save_extended
+        from isentrope.calibration import calibrate as study
+        from isentrope.calibration.select import halves
+        from isentrope.evaluation.loading import check_free, save_extended
+        from isentrope.evaluation.perplexity import load, read
+        from isentrope.report.figures.calibration import draw, measured, table
 
         config = study.Config.read(
             length, recipe, windows, factors, levels, budget, train_length=train_length, seed=seed

@@ -29,8 +29,9 @@ def laws(
     with errors_in_one_line():
         from rich.console import Console
 
-        from isentrope.report import figures, tables
-        from isentrope.study.laws import Config, run
+        from isentrope.analysis.entropy_laws import Config, run
+        from isentrope.report.figures import laws as figures
+        from isentrope.report.tables import terminal as tables
 
         config = Config(train_length, head_dim, alpha, longest, queries, seed)
         results = run(config, out)
@@ -62,8 +63,9 @@ def perplexity(
     isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
     """
     with errors_in_one_line():
-        from isentrope.report import figures, tables
-        from isentrope.study.causal import perplexity as study
+        from isentrope.evaluation import perplexity as study
+        from isentrope.report.figures import laws as figures
+        from isentrope.report.tables import terminal as tables
 
         config = study.Config.read(recipe, edges)
         quietly()
@@ -118,9 +120,9 @@ def retrieval(
     isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
     """
     with errors_in_one_line():
-        from isentrope.report import retrieval as report
-        from isentrope.study.causal import retrieval as study
-        from isentrope.study.causal.perplexity import load, load_tokenizer
+        from isentrope.evaluation import retrieval as study
+        from isentrope.evaluation.perplexity import load, load_tokenizer
+        from isentrope.report.figures import retrieval as report
 
         config = study.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
         quietly()
@@ -156,8 +158,8 @@ def inspect(
     isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
     """
     with errors_in_one_line():
-        from isentrope.report.inspect import draw
-        from isentrope.study import inspect as looking
+        from isentrope.analysis import inspect as looking
+        from isentrope.report.figures.inspect import draw
 
         config = looking.Config.read(lengths, region, inset, layer=layer)
         results = looking.run(model, text, recipe, config, out, device, dtype)

@@ -21,8 +21,8 @@ def study_list() -> None:
     with errors_in_one_line():
         from rich.console import Console
 
-        from isentrope.report import tables
-        from isentrope.study import plan as plans
+        from isentrope.experiments import plan as plans
+        from isentrope.report.tables import terminal as tables
 
         Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
 
@@ -55,7 +55,7 @@ def study_run(
     accelerate launch -m isentrope.cli study run main --data data/laws --out results
     """
     with errors_in_one_line():
-        from isentrope.study import plan as plans
+        from isentrope.experiments import plan as plans
 
         given = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
         if decoders := _decoders(names, given):
@@ -79,7 +79,7 @@ def _decoders(names: list[str], given: bool = False) -> list[Any]:
     files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
     if not files:
         return []
-    from isentrope.study.causal.plan import load
+    from isentrope.experiments.causal_plan import load
 
     found = [plan for file in files if (plan := load(file)) is not None]
     if found and (len(found) < len(names) or given):
@@ -89,9 +89,9 @@ def _decoders(names: list[str], given: bool = False) -> list[Any]:
 
 def _compared(plan: Any, out: Path) -> bool:
     """Carry out a plan for a causal model, then show its recipes in order; whether no cell failed."""
-    from isentrope.report import recipes
-    from isentrope.report.page import page
-    from isentrope.study.causal.plan import run
+    from isentrope.experiments.causal_plan import run
+    from isentrope.report.html import recipes
+    from isentrope.report.html.page import page
 
     quietly()
     folder, failed = run(plan, out, lambda words: typer.echo(words, err=True))
@@ -108,7 +108,9 @@ def _recipes(folder: Path) -> None:
     """What a plan for a causal model found."""
     from rich.console import Console
 
-    from isentrope.report import leaderboard, recipes, retrieval
+    from isentrope.report.figures import retrieval
+    from isentrope.report.html import recipes
+    from isentrope.report.tables import leaderboard
 
     if (found := folder / "retrieval.json").exists():
         show(retrieval.table(found))
@@ -122,7 +124,7 @@ def _show(name: str, out: Path, corpus: Path | None) -> None:
     from rich.console import Console
 
     from isentrope.data.prepared import Prepared
-    from isentrope.report import tables
+    from isentrope.report.tables import terminal as tables
 
     if name == "laws":
         laws(out / "laws")
@@ -144,9 +146,9 @@ def study_status(
     with errors_in_one_line():
         import json
 
-        from isentrope.study import plan as plans
-        from isentrope.study.causal import plan as causal
-        from isentrope.study.run import status
+        from isentrope.experiments import causal_plan as causal
+        from isentrope.experiments import plan as plans
+        from isentrope.experiments.runner import status
 
         decoders = _decoders([plan])
         found = causal.status(decoders[0], out) if decoders else status(plans.load(plan), out)
@@ -166,10 +168,10 @@ def study_figures(
     """
     with errors_in_one_line():
         from isentrope.data.prepared import Prepared
-        from isentrope.report import inspect
-        from isentrope.report.corpus import partition
-        from isentrope.report.losses import losses
-        from isentrope.study.looks import looks, trainings
+        from isentrope.experiments.paper.figures import looks, trainings
+        from isentrope.report.figures import inspect
+        from isentrope.report.figures.losses import losses
+        from isentrope.report.figures.partition import partition
 
         quietly()
         prepared = Prepared.open(corpus)
@@ -233,11 +235,11 @@ def evaluate(
     isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
     """
     with errors_in_one_line():
-        from isentrope.report.leaderboard import best, measured
-        from isentrope.report.tables import DEGRADED
-        from isentrope.study import plan as plans
-        from isentrope.study.causal.plan import single
-        from isentrope.study.place import causal_config, check_free, save_extended
+        from isentrope.evaluation.loading import causal_config, check_free, save_extended
+        from isentrope.experiments import plan as plans
+        from isentrope.experiments.causal_plan import single
+        from isentrope.report.tables.leaderboard import best, measured
+        from isentrope.report.tables.terminal import DEGRADED
 
         if not data:
             raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
@@ -289,7 +291,8 @@ def report(
 
         from rich.console import Console
 
-        from isentrope.report import grid, page
+        from isentrope.report.html import page
+        from isentrope.report.tables import grid
 
         plans, compared = page.found(folder)
         written = page.report(folder, cap)
@@ -308,11 +311,11 @@ def _carried_out(plan: Any, out: Path, corpus: Path | None, compile: bool | None
     """Run a plan, then write and show what came out; whether no cell failed."""
     from rich.console import Console
 
-    from isentrope.report.curves import curves
-    from isentrope.report.grid import terminal, write
-    from isentrope.report.page import page
-    from isentrope.study.run import run
-    from isentrope.study.train import Interrupted, is_main
+    from isentrope.experiments.runner import run
+    from isentrope.report.figures.curves import curves
+    from isentrope.report.html.page import page
+    from isentrope.report.tables.grid import terminal, write
+    from isentrope.training.trainer import Interrupted, is_main
 
     quietly()
     try:

@@ -62,9 +62,9 @@ def train(
     accelerate launch --num_processes 4 -m isentrope.cli train data/laws --out runs/base --preset pretrain
     """
     with errors_in_one_line():
-        from isentrope.report.losses import losses
-        from isentrope.study import train as study
-        from isentrope.study.regimen import configured, read_sizes
+        from isentrope.report.figures.losses import losses
+        from isentrope.training import trainer as study
+        from isentrope.training.config import configured, read_sizes
 
         config = configured(
             preset, variant, cosscale, model=model, recipe=recipe, pose=pose, length=length, batch=batch, steps=steps,
@@ -98,7 +98,7 @@ def losses(
     isentrope losses runs/base runs/cosine --out results/losses
     """
     with errors_in_one_line():
-        from isentrope.report.losses import losses as draw
+        from isentrope.report.figures.losses import losses as draw
 
         out.parent.mkdir(parents=True, exist_ok=True)
         for path in draw(runs, out):

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from isentrope.extras import named_extras
+from isentrope.utils.extras import named_extras
 
 logger = logging.getLogger("isentrope")
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}

@@ -16,7 +16,7 @@ from typing import Any
 
 from isentrope.data import corpus
 from isentrope.data.corpus import CorpusError, Document, documents, record, sympy_documents
-from isentrope.extras import named_extras
+from isentrope.utils.extras import named_extras
 
 logger = logging.getLogger("isentrope")
 HUB = "hub:"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isentrope.data.corpus import CorpusError, Document
-from isentrope.files import complete, read_fields
+from isentrope.utils.files import complete, read_fields
 
 TEXTS, CHARACTERS = 64, 1 << 19  # tokenized at once, at most; one longer text goes alone
 AT_ONCE = 1 << 22  # tokens counted

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from isentrope.core.region import band
 from isentrope.hf.extend import extension
-from isentrope.hf.geometry import Evicting
-from isentrope.hf.rotary import streaming
+from isentrope.hf.mask import Evicting
+from isentrope.hf.rope import streaming
 from isentrope.masks import Lambda, Sink
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
-from isentrope.region import band
 
 
 class StreamingLayer(DynamicLayer):

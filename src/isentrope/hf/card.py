@@ -6,9 +6,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from isentrope.files import complete
 from isentrope.hf.layer import NAME
 from isentrope.recipe import KINDS, Recipe
+from isentrope.utils.files import complete
 
 CARD = "README.md"
 WRITTEN_BY_US = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"

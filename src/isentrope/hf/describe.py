@@ -7,12 +7,12 @@ from itertools import groupby
 
 import torch
 
+from isentrope.core.layout import Layout
+from isentrope.core.region import Region
 from isentrope.hf.extend import Extension, extension
+from isentrope.hf.introspection import Attending
 from isentrope.hf.layer import Layer, layer_of
-from isentrope.hf.probe import Attending
-from isentrope.hf.rotary import Native
-from isentrope.layout import Layout
-from isentrope.region import Region
+from isentrope.hf.rope import Native
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)

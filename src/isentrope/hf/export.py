@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.files import complete
 from isentrope.hf.extend import Extension, _inner, extension
-from isentrope.hf.rotary import FREQUENCIES, Rope
+from isentrope.hf.rope import FREQUENCIES, Rope
 from isentrope.hf.saved_models import AUTO_MODULE, without_marks
 from isentrope.masks import Causal, Full, Window
 from isentrope.positions import NTK, PI, RoPE, YaRN
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Constant, YaRNTemperature
+from isentrope.utils.files import complete
 
 REMOTE_CODE = '''"""Lets transformers read this model, with trust_remote_code, where isentrope is installed."""
 

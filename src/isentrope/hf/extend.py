@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.attention import BACKENDS, RAW
+from isentrope.core.precision import readable
 from isentrope.hf.adapters import mark_adapters, unmark_adapters
+from isentrope.hf.introspection import Attending, configs, probe, unrotated
 from isentrope.hf.layer import NAME, Layer, Together
-from isentrope.hf.plan import Plan, check, check_trained, parts_of, planned, read
-from isentrope.hf.probe import Attending, configs, probe, unrotated
-from isentrope.hf.rotary import SHARED, Rope, argument_names, named_arguments
+from isentrope.hf.layer_plan import Plan, check, check_trained, parts_of, planned, read
+from isentrope.hf.rope import SHARED, Rope, argument_names, named_arguments
 from isentrope.hf.saved_models import config_class
-from isentrope.precision import readable
 from isentrope.recipe import Recipe
 
 Model = TypeVar("Model", bound=PreTrainedModel)

@@ -14,14 +14,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isentrope.attention import attention
-from isentrope.hf.geometry import frames_mask, layout_for
-from isentrope.hf.rotary import Rope
+from isentrope.core.layout import Layout
+from isentrope.core.precision import readable
+from isentrope.core.region import CAUSAL, EVERYTHING, Region
+from isentrope.hf.mask import frames_mask, layout_for
+from isentrope.hf.rope import Rope
 from isentrope.hf.sharding import CONTEXT_PARALLEL, context_parallel
-from isentrope.layout import Layout
 from isentrope.masks import Lambda, Mask, Sink
-from isentrope.precision import readable
 from isentrope.recipe import Recipe
-from isentrope.region import CAUSAL, EVERYTHING, Region
 
 NO_GRADIENT = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
 NAME = "isentrope"  # the attention implementation, and the attribute of an attention layer that holds its `Layer`

@@ -11,11 +11,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from isentrope.dtypes import cpu_dtype
+from isentrope.core.dtypes import cpu_dtype
 from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
 from isentrope.hf.layer import NAME
-from isentrope.hf.rotary import SHARED
+from isentrope.hf.rope import SHARED
 from isentrope.hf.saved_models import ExtendedConfig, read_recipe, without_marks
 from isentrope.pretrained import HUB, check_weights, load_pretrained, open_tensors, saved_dtype
 from isentrope.recipe import Recipe

@@ -8,8 +8,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from isentrope.models.config import GAUAlphaConfig
-from isentrope.models.gau import (
+from isentrope.models.gau.config import GAUAlphaConfig
+from isentrope.models.gau.modeling import (
     GAUAlphaForMaskedLM,
     GAUAlphaForSequenceClassification,
     GAUAlphaForTokenClassification,

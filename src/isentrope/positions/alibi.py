@@ -8,8 +8,8 @@ from math import floor, log2
 import torch
 from torch import Tensor
 
+from isentrope.core.precision import constant
 from isentrope.positions.branch import Branch, Position
-from isentrope.precision import constant
 
 
 @dataclass(frozen=True)

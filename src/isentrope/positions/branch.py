@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from isentrope.core.region import EVERYTHING, Region
 from isentrope.parts import Part
-from isentrope.region import EVERYTHING, Region
 
 
 @dataclass(frozen=True)

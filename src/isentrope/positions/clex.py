@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isentrope.core.precision import constant
 from isentrope.parts import MOST_BASE, choice, number, shown, whole
 from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
-from isentrope.precision import constant
 
 # weights are dim/2 × hidden, and every t up to max_factor is a few small steps
 MOST_DIM, MOST_HIDDEN, MOST_DRAWN = 1 << 12, 1 << 14, 1 << 16

@@ -13,10 +13,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from isentrope.core.region import band
 from isentrope.parts import MOST_FACTOR, number, whole
 from isentrope.positions.branch import Branch, ModelRotary
 from isentrope.positions.rope import Rotary
-from isentrope.region import band
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from isentrope.core.precision import constant
 from isentrope.parts import MOST_BASE, MOST_FACTOR, MOST_HEAD_DIM, choice, flag, number, whole
 from isentrope.positions.branch import Branch, ModelRotary, Position
-from isentrope.precision import constant
 
 LAYOUTS = ("half", "interleaved")
 MOST_TURNS = 1e6  # of a pair within the original length

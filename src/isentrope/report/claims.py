@@ -6,9 +6,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from isentrope.report.numbers import number, precise, signed, with_interval
-from isentrope.report.published import Printed, bound, printed, step, tables
-from isentrope.report.study import LOWER_IS_BETTER, METRICS, Grid, Row, Value
+from isentrope.report.load import LOWER_IS_BETTER, METRICS, Grid, Row, Value
+from isentrope.report.tables.numbers import number, precise, signed, with_interval
+from isentrope.report.tables.published import Printed, bound, printed, step, tables
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not measured"
 UNTOLD = "not told by the digits printed"  # of the paper's own numbers alone

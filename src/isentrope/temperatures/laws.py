@@ -8,8 +8,8 @@ from math import e, log
 import torch
 from torch import Tensor
 
+from isentrope.core.precision import readable, wide
 from isentrope.parts import MOST_FACTOR, MOST_LENGTH, Part, choice, flag, number, shown, whole
-from isentrope.precision import readable, wide
 
 COUNTS = ("visible", "sequence", "position")
 LEAST_BASE = 1.01  # of Softmax Plus: τ = 100 ln n there

@@ -1,0 +1,1 @@
+"""Attention statistics of models, and entropy under temperature laws."""

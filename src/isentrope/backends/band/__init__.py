@@ -1,0 +1,1 @@
+"""Attention inside a band around the diagonal, by a Triton kernel."""

@@ -1,0 +1,1 @@
+"""Temperatures fitted to text."""

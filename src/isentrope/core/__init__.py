@@ -1,0 +1,1 @@
+"""The language of attention calls: regions, layouts, rotations and the call that a backend computes."""

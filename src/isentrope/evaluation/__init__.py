@@ -1,0 +1,1 @@
+"""Metrics of models under recipes: perplexity, retrieval, masked tokens."""

@@ -1,0 +1,1 @@
+"""Experiments: from a plan to a results file."""

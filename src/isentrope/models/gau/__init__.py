@@ -1,0 +1,1 @@
+"""GAU-α as a transformers model."""

@@ -1,1 +1,0 @@
-"""Experiments: from a configuration to a results file."""

@@ -1,1 +1,0 @@
-"""Causal models under recipes: read, questioned, calibrated, compared."""

@@ -1,0 +1,1 @@
+"""Files, optional packages, progress and provenance."""
