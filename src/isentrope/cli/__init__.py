@@ -1,6 +1,6 @@
 """The `isentrope` command: one subcommand, one function."""
 
-from isentrope.cli import corpora, fitting, looking, studies, training
-from isentrope.cli.base import app
+from isentrope.cli import calibrate, data, retrieval, study, train
+from isentrope.cli.common import app
 
-__all__ = ["app", "corpora", "fitting", "looking", "studies", "training"]
+__all__ = ["app", "calibrate", "data", "retrieval", "study", "train"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly
+from isentrope.cli.common import app, errors_in_one_line, quietly
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import TEXTS, app, errors_in_one_line, files, quietly
+from isentrope.cli.common import TEXTS, app, errors_in_one_line, files, quietly
 
 
 @app.command()

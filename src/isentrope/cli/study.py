@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.cli.base import app, errors_in_one_line, quietly, show, started_again, study
-from isentrope.cli.corpora import show_partition
-from isentrope.cli.looking import laws
+from isentrope.cli.common import app, errors_in_one_line, quietly, show, started_again, study
+from isentrope.cli.data import show_partition
+from isentrope.cli.retrieval import laws
 
 
 @study.command("list")

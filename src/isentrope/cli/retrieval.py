@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import TEXTS, app, errors_in_one_line, files, quietly, show, tell_failures
+from isentrope.cli.common import TEXTS, app, errors_in_one_line, files, quietly, show, tell_failures
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.base import data, errors_in_one_line
+from isentrope.cli.common import data, errors_in_one_line
 
 
 @data.command()
