@@ -1,6 +1,8 @@
-"""The `isentrope` command: one subcommand, one function."""
+"""The `isentrope` command: one module per subcommand."""
 
-from isentrope.cli import calibrate, data, retrieval, study, train
+from isentrope.cli import calibrate, data, evaluate, inspect, laws, perplexity, report, retrieval, study, train
 from isentrope.cli.common import app
 
-__all__ = ["app", "calibrate", "data", "retrieval", "study", "train"]
+__all__ = [
+    "app", "calibrate", "data", "evaluate", "inspect", "laws", "perplexity", "report", "retrieval", "study", "train",
+]  # fmt: skip

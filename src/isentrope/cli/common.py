@@ -1,10 +1,8 @@
-"""The command itself, and how it answers mistakes."""
+"""The `isentrope` application, options that commands share, and how results and errors are printed."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,32 +13,24 @@ from isentrope.utils.extras import MissingExtraError, named_extras
 from isentrope.utils.files import explain
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
-app.add_typer(data, name="data")
-study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
-app.add_typer(study, name="study")
 
-TEXTS = "Files, folders, globs: text, .parquet, or .jsonl(.xz) with a 'text' a line."
-
-
-@contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    try:
-        with named_extras():
-            yield
-    except BrokenPipeError:
-        raise  # the reader has gone: nobody to tell
-    except KeyboardInterrupt:
-        typer.echo("isentrope: interrupted; the same command goes on with what is missing", err=True)
-        raise typer.Exit(130) from None
-    except (ValueError, OSError, MissingExtraError) as error:
-        words = explain(error) if isinstance(error, OSError) else str(error)
-        typer.echo(f"isentrope: {words.strip().partition(chr(10))[0]}", err=True)
-        raise typer.Exit(2) from None
+CausalModel = Annotated[str, typer.Argument(help="A causal model: a folder, or a name on the hub.")]
+Texts = Annotated[
+    list[str],
+    typer.Argument(help="Files, folders or globs: text, .parquet, or .jsonl(.xz) with a 'text' on each line."),
+]
+PreparedCorpus = typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")
+Recipes = Annotated[
+    list[str], typer.Option(help="A recipe to compare; 'plain' is the unchanged model. Repeat for several.")
+]
+MaxDocuments = Annotated[int, typer.Option(help="Use at most this many documents, the first that are long enough.")]
+GgufFile = Annotated[str | None, typer.Option(help="A GGUF file in the model's folder.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from isentrope import __version__
 
         typer.echo(f"isentrope {__version__}")
@@ -50,55 +40,70 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Attention that holds its focus at lengths a model was never trained on."""
+    """Attention that keeps its focus at lengths a model was never trained on."""
 
 
-def quietly() -> None:
-    """Without the bars that transformers shows for every file it loads."""
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Print an expected error as one line on stderr and exit with status 2; also usable as a decorator."""
+    try:
+        with named_extras():
+            yield
+    except BrokenPipeError:
+        raise  # nobody reads the output any more
+    except KeyboardInterrupt:
+        print_error("interrupted; run the same command again to resume")
+        raise typer.Exit(130) from None
+    except (ValueError, OSError, MissingExtraError) as error:
+        message = explain(error) if isinstance(error, OSError) else str(error)
+        print_error(message.strip().partition("\n")[0])
+        raise typer.Exit(2) from None
+
+
+def print_error(message: str) -> None:
+    typer.echo(f"isentrope: {message}", err=True)
+
+
+def print_progress(message: str) -> None:
+    typer.echo(message, err=True)
+
+
+def print_paths(paths: Iterable[Path | str]) -> None:
+    for path in paths:
+        typer.echo(path)
+
+
+def print_table(table: Any) -> None:
+    """Print every column of a table: in a narrow terminal rich would drop some."""
+    from rich.console import Console
+
+    console = Console()
+    minimum = console.measure(table, options=console.options.update(max_width=1 << 12)).minimum
+    Console(width=max(console.width, minimum)).print(table)
+
+
+def exit_if_failed(messages: Sequence[str], results: Path) -> None:
+    """Print each reason of failed cells once, with the number of cells, and exit with status 1."""
+    if not messages:
+        return
+    for message in dict.fromkeys(messages):
+        print_error(message)
+    print_error(f"{len(messages)} cells failed: {results}")
+    raise typer.Exit(1)
+
+
+def disable_progress_bars() -> None:
+    """Turn off the progress bars that transformers shows while loading a model."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
-def show(table: Any) -> None:
-    """A table with all of its columns: rich would leave out those that a narrow terminal has no room for."""
-    from rich.console import Console
-
-    console = Console()
-    least = console.measure(table, options=console.options.update(max_width=1 << 12)).minimum
-    Console(width=max(console.width, least)).print(table)
-
-
-def files(words: Sequence[str]) -> list[Path]:
-    """Those of all the files, folders and globs."""
+def expand_paths(patterns: Sequence[str]) -> list[Path]:
+    """Return the text files of all the given files, folders and globs."""
     from isentrope.experiments.causal_plan import texts_of
 
-    return [path for word in words for path in texts_of(word)]
-
-
-def tell_failures(words: Sequence[str], results: Path) -> None:
-    """Why cells failed, each reason once, and how many that is."""
-    for line in dict.fromkeys(words):
-        typer.echo(f"isentrope: {line}", err=True)
-    typer.echo(f"isentrope: {len(words)} cells failed: {results}", err=True)
-
-
-@contextmanager
-def started_again(times: int, folder: Path) -> Iterator[None]:
-    """This command, running as often beside this process; what the others say goes to FOLDER/2.log and so on."""
-    others: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(2, times + 2):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{number}.log").open("wb") as log:
-                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1", "--helps"]
-                others.append(subprocess.Popen(command, stdout=log, stderr=log))
-        yield
-        for other in others:
-            other.wait()
-    finally:
-        for other in others:
-            other.terminate()
+    return [path for pattern in patterns for path in texts_of(pattern)]
