@@ -32,7 +32,7 @@ from isentrope.models.gau.modeling import GatedAttentionUnit
 from isentrope.pretrained import load_pretrained, read_config, read_tokenizer
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -216,7 +216,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
         "run": provenance() | {"transformers": transformers.__version__},
     }
     results = out / "inspect.json"
-    with complete(results) as partial:
+    with write_atomically(results) as partial:
         partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
     return results
 
@@ -256,7 +256,7 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
 
     def picture(kind: str, window: Window, array: Tensor, **numbers: float | None) -> None:
         path = out / f"{kind}.npy"
-        with complete(path) as partial, partial.open("wb") as file:
+        with write_atomically(path) as partial, partial.open("wb") as file:
             np.save(file, array.float().numpy(), allow_pickle=False)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         found["heatmaps"][kind] = {"file": path.name, "sha256": digest, **asdict(window), **numbers}

@@ -43,8 +43,7 @@ from isentrope.hf.introspection import probe
 from isentrope.hf.layer_plan import train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
-from isentrope.training.checkpoint import write_json
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically, write_json
 from isentrope.utils.provenance import provenance
 
 DIGITS = 4  # of a fitted τ
@@ -192,7 +191,7 @@ class _Calibration:
         }
         self.save()
         if self.out is not None:
-            with complete(self.out / "recipe.txt") as partial:
+            with write_atomically(self.out / "recipe.txt") as partial:
                 partial.write_text(f"{laws[chosen]}\n", encoding="utf-8")
         return Result(laws[chosen], chosen, reason, self.data)
 

@@ -29,7 +29,7 @@ from isentrope.pretrained import (
 )
 from isentrope.recipe import Recipe
 from isentrope.utils.extras import require
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -167,7 +167,7 @@ def save_extended(
     check_free(folder)
     model, name = causal_model(name, "auto", gguf_file), check_model(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    with complete(folder) as partial:
+    with write_atomically(folder) as partial:
         extend(model, recipe)
         if measured:
             getattr(model.config, NAME)["measured"] = measured

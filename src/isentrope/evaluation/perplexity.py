@@ -23,14 +23,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.data.corpus import documents
 from isentrope.evaluation.loading import causal_model, check_model, place, place_model
 from isentrope.hf.extend import extended
 from isentrope.hf.layer_plan import train_length
 from isentrope.pretrained import check_finite, read_tokenizer
 from isentrope.recipe import Recipe
-from isentrope.utils.files import BrokenFileError, complete, read_fields
+from isentrope.utils.files import BrokenFileError, read_fields, write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -233,7 +233,7 @@ def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
     def loss(part: Tensor, targets: Tensor) -> Tensor:
         logits = head(part)
-        return F.cross_entropy(logits.to(wide(logits)), targets, reduction="none")
+        return F.cross_entropy(logits.to(accumulation_dtype(logits)), targets, reduction="none")
 
     run = partial(checkpoint, loss, use_reentrant=False) if torch.is_grad_enabled() else loss
     losses = [
@@ -380,5 +380,5 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
 
 
 def _save(path: Path, data: dict[str, Any]) -> None:
-    with complete(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text(json.dumps(data, indent=1), encoding="utf-8")

@@ -20,8 +20,7 @@ from isentrope.data.corpus import documents
 from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
 from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
-from isentrope.training.checkpoint import write_json
-from isentrope.utils.files import read_fields
+from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 

@@ -28,11 +28,11 @@ from isentrope.models.gau.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
 from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
-from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
+from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors
 from isentrope.training.config import HOW, LLAMA, Config
 from isentrope.training.progress import Watch
 from isentrope.training.step import Batch, Stepper, ahead
-from isentrope.utils.files import read_fields
+from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.provenance import provenance
 
 logger = logging.getLogger("isentrope")
