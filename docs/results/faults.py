@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from isentrope.core import call
 from isentrope.data.prepared import Prepared
 from isentrope.evaluation.loading import place
-from isentrope.evaluation.masked_lm import Protocol, evaluate, summary
+from isentrope.evaluation.masked_lm import Protocol, evaluate, summarize_scores
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
 from isentrope.training.checkpoint import write_json
@@ -77,7 +77,7 @@ def main() -> None:
             for length in LENGTHS:
                 protocol = Protocol(positions=options.positions)
                 scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)
-                rows.append({"what": name, "law": law.strip("+"), "length": length} | summary(scores))
+                rows.append({"what": name, "law": law.strip("+"), "length": length} | summarize_scores(scores))
                 write_json(options.out, {"rows": rows, "run": provenance()})
                 print(f"{name:18s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)
 

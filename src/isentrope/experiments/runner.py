@@ -27,7 +27,7 @@ from isentrope.data.prepare import Options, prepare
 from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
 from isentrope.evaluation.loading import check_tokens, config_of, place
-from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summary
+from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summarize_scores
 from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
 from isentrope.experiments.plan import Checkpoint, Plan, Row
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
@@ -306,7 +306,7 @@ class _Evaluation:
             raise UnmeasurableError(f"no test document has {cell.length} tokens")
         if not all(isfinite(score.loss) for score in scores):
             raise UnmeasurableError("the loss is not a number")
-        found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summary(scores)
+        found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summarize_scores(scores)
         if self.plan.entropy:
             long = [i for i in range(len(self.documents)) if self.documents.lengths[i] >= cell.length][:LOOKED_AT]
             ids = torch.stack([torch.from_numpy(self.documents[i][: cell.length].astype("int64")) for i in long])
