@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from isentrope.core import call
 from isentrope.data.prepared import Prepared
-from isentrope.evaluation.loading import place
 from isentrope.evaluation.masked_lm import Protocol, evaluate, summarize_scores
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
+from isentrope.pretrained import resolve_device
 from isentrope.training.checkpoint import write_json
 from isentrope.utils.provenance import provenance
 
@@ -58,7 +58,7 @@ def main() -> None:
     prepared = Prepared.open(options.corpus)
     hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
     mask = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
-    device, dtype = place("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for name, text, position, folds in (
         ("ReRoPE", "rerope:window=64", ReRoPE, fold), ("ReRoPE unturned", "rerope:window=64", Unturned, fold),

@@ -24,11 +24,17 @@ from transformers import PreTrainedModel
 
 from isentrope.core.precision import wide
 from isentrope.data.corpus import documents
-from isentrope.evaluation.loading import causal_model, check_model, place, place_model
+from isentrope.evaluation.loading import causal_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.hf.extend import extended
 from isentrope.hf.layer_plan import train_length
-from isentrope.pretrained import check_finite, read_tokenizer
+from isentrope.pretrained import (
+    check_finite,
+    read_tokenizer,
+    resolve_device,
+    resolve_model_device,
+    resolve_model_name,
+)
 from isentrope.recipe import Recipe
 from isentrope.utils.files import BrokenFileError, complete, read_fields
 from isentrope.utils.progress import progress
@@ -91,14 +97,14 @@ class Text:
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
     """A causal model from a folder or the hub, where it is to be and in the dtype it is to have."""
-    device, narrow = place(device, dtype) if gguf_file else place_model(name, device, dtype)
+    device, narrow = resolve_device(device, dtype) if gguf_file else resolve_model_device(name, device, dtype)
     model: Any = causal_model(name, narrow, gguf_file)
     return model.to(device)
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    return read_tokenizer(check_model(name), **options)
+    return read_tokenizer(resolve_model_name(name), **options)
 
 
 def described(model: PreTrainedModel, name: str) -> dict[str, str]:
