@@ -39,7 +39,7 @@ from isentrope.pretrained import (
     read_tokenizer,
     resolve_device,
 )
-from isentrope.training.checkpoint import read_log, write_json
+from isentrope.training.checkpoint import read_log
 from isentrope.training.config import HOW, configured
 from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields, read_json, write_atomically, write_json
