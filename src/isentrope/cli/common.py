@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from isentrope.utils.extras import MissingExtraError, named_extras
-from isentrope.utils.files import explain
+from isentrope.utils.files import explain_os_error
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -58,7 +58,7 @@ def errors_in_one_line() -> Iterator[None]:
         print_error("interrupted; run the same command again to resume")
         raise typer.Exit(130) from None
     except (ValueError, OSError, MissingExtraError) as error:
-        message = explain(error) if isinstance(error, OSError) else str(error)
+        message = explain_os_error(error) if isinstance(error, OSError) else str(error)
         print_error(message.strip().partition("\n")[0])
         raise typer.Exit(2) from None
 
