@@ -69,7 +69,8 @@ def calibrate(
     from isentrope.calibration.select import halves
     from isentrope.evaluation.loading import check_free, save_extended
     from isentrope.evaluation.perplexity import load, read
-    from isentrope.report.figures.calibration import draw, measured, table
+    from isentrope.report.figures.calibration import draw_calibration
+    from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
     config = calibration.Config.read(
         length, recipe, windows, factors, levels, budget, train_length=train_length, seed=seed
@@ -81,7 +82,7 @@ def calibrate(
     loaded = load(model, device, dtype, gguf_file)
     result = calibration.calibrate(loaded, documents_read, config, out, Path(model).name, print_progress)
     results = out / "calibrate.json"
-    Console().print(table(results))
-    print_paths([results, out / "recipe.txt", *draw(results)])
+    Console().print(build_calibration_table(results))
+    print_paths([results, out / "recipe.txt", *draw_calibration(results)])
     if save is not None:
-        typer.echo(save_extended(model, result.recipe, save, gguf_file, measured(results)))
+        typer.echo(save_extended(model, result.recipe, save, gguf_file, build_card_rows(results)))

@@ -59,7 +59,7 @@ def evaluate(
     from isentrope.experiments import plan as plans
     from isentrope.experiments.causal_plan import single
     from isentrope.report.tables.leaderboard import best, measured
-    from isentrope.report.tables.terminal import DEGRADED
+    from isentrope.report.tables.terminal import MAX_DEGRADATION_PERCENT
 
     if not data:
         raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
@@ -81,8 +81,8 @@ def evaluate(
         chosen = best(out / plan.name, plan.perplexity.recipes)
         if chosen is None:
             raise ValueError(
-                f"save: no recipe is better at the end and costs {DEGRADED} % or less inside the training length; "
-                "isentrope.extend and save_pretrained save a model with any recipe"
+                f"save: no recipe is better at the end and costs {MAX_DEGRADATION_PERCENT} % or less inside the "
+                "training length; isentrope.extend and save_pretrained save a model with any recipe"
             )
         rows = measured(out / plan.name, chosen)
         typer.echo(save_extended(plan.decoder["model"], chosen, save, gguf_file, rows))

@@ -31,8 +31,8 @@ def inspect(
     isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
     """
     from isentrope.analysis import inspect as analysis
-    from isentrope.report.figures.inspect import draw
+    from isentrope.report.figures.inspect import draw_inspection
 
     config = analysis.Config.read(lengths, region, inset, layer=layer)
     results = analysis.run(model, text, recipe, config, out, device, dtype)
-    print_paths([results, *draw(out)])
+    print_paths([results, *draw_inspection(out)])

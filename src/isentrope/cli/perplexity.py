@@ -45,8 +45,8 @@ def perplexity(
     isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
     """
     from isentrope.evaluation import perplexity as evaluation
-    from isentrope.report.figures import laws as figures
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.figures.perplexity import draw_perplexity
+    from isentrope.report.tables.terminal import build_perplexity_table
 
     config = evaluation.Config.read(recipe, edges)
     disable_progress_bars()
@@ -54,6 +54,6 @@ def perplexity(
     documents_read = evaluation.read(expand_paths(texts), model, gguf_file, config.length, documents)
     loaded = evaluation.load(model, device, dtype, gguf_file)
     results = evaluation.run(loaded, Path(model).name, documents_read, config, out)
-    print_table(tables.perplexity(results))
-    print_paths([results, *figures.perplexity(results)])
+    print_table(build_perplexity_table(results))
+    print_paths([results, *draw_perplexity(results)])
     exit_if_failed(evaluation.failures(results, recipe), results)

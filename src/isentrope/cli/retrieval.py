@@ -61,7 +61,8 @@ def retrieval(
     """
     from isentrope.evaluation import retrieval as evaluation
     from isentrope.evaluation.perplexity import load, load_tokenizer
-    from isentrope.report.figures import retrieval as report
+    from isentrope.report.figures.retrieval import draw_heatmaps
+    from isentrope.report.tables.retrieval import build_retrieval_table
 
     config = evaluation.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
     disable_progress_bars()
@@ -69,6 +70,6 @@ def retrieval(
     loaded = load(model, device, dtype, gguf_file)
     prompts = evaluation.Prompts.of(load_tokenizer(model, gguf_file), chat)
     results = evaluation.run(loaded, Path(model).name, prompts, haystack, config, out)
-    print_table(report.table(results))
-    print_paths([results, *report.heatmaps(results)])
+    print_table(build_retrieval_table(results))
+    print_paths([results, *draw_heatmaps(results)])
     exit_if_failed(evaluation.failures(results, config), results)

@@ -38,9 +38,9 @@ def list_plans() -> None:
     from rich.console import Console
 
     from isentrope.experiments import plan as plans
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_plans_table
 
-    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+    Console().print(build_plans_table([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
 
 
 @study.command("run")
@@ -108,11 +108,11 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     from rich.console import Console
 
     from isentrope.data.prepared import Prepared
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_formulas_table
 
     if name == "laws":
         laws(out / "laws")
-        Console().print(tables.formulas(out / "laws" / "laws.json"))
+        Console().print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
         print_partition(Prepared.open(corpus).folder / "manifest.json")
 
@@ -174,8 +174,8 @@ def draw_figures(
     from isentrope.data.prepared import Prepared
     from isentrope.experiments.paper.figures import looks, trainings
     from isentrope.report.figures import inspect
-    from isentrope.report.figures.losses import losses
-    from isentrope.report.figures.partition import partition
+    from isentrope.report.figures.losses import draw_losses
+    from isentrope.report.figures.partition import draw_partition
 
     disable_progress_bars()
     prepared = Prepared.open(corpus)
@@ -183,11 +183,11 @@ def draw_figures(
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     print_paths([
-        *inspect.cosscale_panels(inspected["f1"], folder / "f1"),
-        *inspect.attention_at(inspected["f2"], folder / "f2"),
-        *partition(prepared.folder / "manifest.json", folder / "f3"),
-        *losses(runs["f4"], folder / "f4"),
-        *losses(runs["f5"], folder / "f5"),
-        *inspect.peak_angles(inspected["f1"], folder / "f6"),
-        *inspect.before_and_after_rope(inspected["f7"], folder / "f7"),
+        *inspect.draw_cosscale_panels(inspected["f1"], folder / "f1"),
+        *inspect.draw_attention(inspected["f2"], folder / "f2"),
+        *draw_partition(prepared.folder / "manifest.json", folder / "f3"),
+        *draw_losses(runs["f4"], folder / "f4"),
+        *draw_losses(runs["f5"], folder / "f5"),
+        *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
+        *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
     ])  # fmt: skip

@@ -8,19 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 from rich.table import Table
 from rich.text import Text
 
-from isentrope.report.figures.laws import COLOURS, GREY, INK, RC, save
-from isentrope.report.tables.terminal import DEGRADED, STYLE, named, thousands
+from isentrope.report.tables.numbers import format_length, format_perplexity
+from isentrope.report.tables.terminal import MAX_DEGRADATION_PERCENT, TABLE_STYLE, label_recipe
 from isentrope.utils.files import RERUN_REMEDY, read_fields, write_atomically
 
-CAPTION = f"By perplexity in the last bucket; inside: change inside the training length, too much above {DEGRADED} %."
-RED = "#B2182B"
-WIDEST = 10  # per cent: how far bars of the figure go
+CAPTION = (
+    "Sorted by perplexity in the last bucket; inside: change inside the training length, "
+    f"too much above {MAX_DEGRADATION_PERCENT} %."
+)
 
 
 def rank(folder: Path) -> dict[str, Any]:
@@ -60,8 +58,10 @@ def rank(folder: Path) -> dict[str, Any]:
 
 def best(folder: Path, recipes: Collection[str]) -> str | None:
     """Of these recipes the one with the lowest perplexity at the end, lower than the plain model's, among those that
-    cost no more than DEGRADED inside the training length; None where there is none."""
-    return next((row["recipe"] for row in _better(rank(folder), recipes) if row["inside"] <= DEGRADED), None)
+    cost no more than MAX_DEGRADATION_PERCENT inside the training length; None where there is none."""
+    return next(
+        (row["recipe"] for row in _better(rank(folder), recipes) if row["inside"] <= MAX_DEGRADATION_PERCENT), None
+    )
 
 
 def measured(folder: Path, recipe: str) -> list[dict[str, Any]]:
@@ -71,11 +71,11 @@ def measured(folder: Path, recipe: str) -> list[dict[str, Any]]:
     return [
         {
             "tokens": f"{low}–{high}",
-            "perplexity, plain": _number(rows["plain"][i]) if "plain" in rows else "",
-            "perplexity, extended": _number(rows[recipe][i]),
+            "perplexity, plain": format_perplexity(rows["plain"][i]) if "plain" in rows else "",
+            "perplexity, extended": format_perplexity(rows[recipe][i]),
             "texts": board["texts"],
         }
-        for i, (low, high) in enumerate(pairwise(map(thousands, board["edges"])))
+        for i, (low, high) in enumerate(pairwise(map(format_length, board["edges"])))
     ]
 
 
@@ -96,7 +96,7 @@ def verdict(folder: Path, recipes: Collection[str], forgetful: Collection[str] =
         words = _told(rows[other], plain, board) if other else "none is better than plain"
         lines += [Text(f"It forgets what its window has left behind. Of those that see all of the text: {words}")]
     for row in board["rows"]:
-        if row["recipe"] in recipes and (row["inside"] or 0) > DEGRADED:
+        if row["recipe"] in recipes and (row["inside"] or 0) > MAX_DEGRADATION_PERCENT:
             words = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
             lines.append(Text(words, style="red"))
     return lines
@@ -113,19 +113,20 @@ def _better(board: dict[str, Any], recipes: Collection[str]) -> list[dict[str, A
 def _told(row: dict[str, Any], plain: dict[str, Any], board: dict[str, Any]) -> str:
     last, there = row["perplexity"][-1], plain["perplexity"][-1]
     return (
-        f"{row['recipe']}: perplexity {_number(last)} at {_last(board)}, "
-        f"{last / there:.3g} of plain's {_number(there)} there and {row['ratio']:.3f} of "
-        f"its {_number(board['inside'])} inside the training length, where the recipe costs {row['inside']:+.2f} %"
+        f"{row['recipe']}: perplexity {format_perplexity(last)} at {format_last_bucket(board)}, "
+        f"{last / there:.3g} of plain's {format_perplexity(there)} there and {row['ratio']:.3f} of "
+        f"its {format_perplexity(board['inside'])} inside the training length, "
+        f"where the recipe costs {row['inside']:+.2f} %"
     )
 
 
 def _none(board: dict[str, Any]) -> str:
-    cost = f"costs {DEGRADED} % or less inside the training length"
-    return f"best: plain: no recipe that {cost} is better at {_last(board)}"
+    cost = f"costs {MAX_DEGRADATION_PERCENT} % or less inside the training length"
+    return f"best: plain: no recipe that {cost} is better at {format_last_bucket(board)}"
 
 
-def _last(board: dict[str, Any]) -> str:
-    return "–".join(map(thousands, board["edges"][-2:]))
+def format_last_bucket(board: dict[str, Any]) -> str:
+    return "–".join(map(format_length, board["edges"][-2:]))
 
 
 def write(folder: Path) -> list[Path]:
@@ -137,20 +138,20 @@ def write(folder: Path) -> list[Path]:
     for path, text in zip(paths, (json.dumps(board, indent=1, ensure_ascii=False), _markdown(lines)), strict=True):
         with write_atomically(path) as partial:
             partial.write_text(text, encoding="utf-8")
-    with matplotlib.rc_context(RC):
-        figure = _figure(board)
-        return paths + [save(figure, folder / f"leaderboard{suffix}") for suffix in (".png", ".svg")]
+    from isentrope.report.figures.leaderboard import draw_leaderboard  # imports matplotlib
+
+    return paths + draw_leaderboard(board, folder)
 
 
 def table(folder: Path) -> Table:
     board = rank(folder)
     heads, rows = cells(board)
-    shown = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **STYLE)
+    shown = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **TABLE_STYLE)
     shown.add_column(heads[0], overflow="fold", min_width=16)
     for head in heads[1:]:
         shown.add_column(head, justify="right")
     for told, row in zip(board["rows"], rows, strict=True):
-        shown.add_row(*row, style="red" if (told["inside"] or 0) > DEGRADED else None)
+        shown.add_row(*row, style="red" if (told["inside"] or 0) > MAX_DEGRADATION_PERCENT else None)
     return shown
 
 
@@ -171,7 +172,7 @@ def cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table in words; columns that nobody has a number for are left out."""
     asked = list(dict.fromkeys(name for row in board["rows"] for name in row["retrieval"]))
     columns: list[tuple[str, Any]] = [
-        (f"{thousands(a)}–{thousands(b)}", lambda row, i=i: _number(row["perplexity"][i]))
+        (f"{format_length(a)}–{format_length(b)}", lambda row, i=i: format_perplexity(row["perplexity"][i]))
         for i, (a, b) in enumerate(pairwise(board["edges"]))
     ]
     columns += [
@@ -181,7 +182,7 @@ def cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     columns += [(name, lambda row, name=name: _share(row["retrieval"].get(name))) for name in asked]
     columns = [(head, cell) for head, cell in columns if any(cell(row) is not None for row in board["rows"])]
-    rows = [[named(row, board["texts"]), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
+    rows = [[label_recipe(row, board["texts"]), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
     return ["recipe", *(head for head, _ in columns)], rows
 
 
@@ -189,42 +190,5 @@ def _markdown(lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _number(x: float) -> str:
-    return f"{x:.3g}" if x >= 100 else f"{x:.2f}"
-
-
 def _share(x: float | None) -> str | None:
     return None if x is None else f"{100 * x:.0f} %"
-
-
-def _figure(board: dict[str, Any]) -> Figure:
-    """Perplexity at the end, and the change inside the training length with the line it should not pass."""
-    rows = board["rows"][::-1]
-    names, places = [row["recipe"].replace("+", " + ") for row in rows], range(len(rows))
-    figure = Figure(figsize=(12, 1.4 + 0.34 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.4, 1), sharey=True)
-    last = [row["perplexity"][-1] for row in rows]
-    left.hlines(places, min(last), last, color="#DDDDDD", linewidth=1.5)
-    left.plot(last, places, "o", color=COLOURS[1])
-    left.set_xscale("log")
-    left.xaxis.set_major_formatter(LogFormatter())
-    left.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
-    for place, value in zip(places, last, strict=True):
-        left.annotate(_number(value), (value, place), (7, 0), textcoords="offset points", va="center", color=INK)
-    left.set_yticks(places, names)
-    left.set_title(f"perplexity at {_last(board)}")
-    changes = [row["inside"] or 0.0 for row in rows]
-    colours = [RED if change > DEGRADED else COLOURS[1] for change in changes]
-    right.barh(places, [max(-WIDEST, min(change, WIDEST)) for change in changes], color=colours, height=0.62)
-    for place, change in zip(places, changes, strict=True):
-        if abs(change) > WIDEST:
-            at = (WIDEST if change > 0 else 0, place)
-            right.annotate(f"{change:+.0f} %", at, (4, 0), textcoords="offset points", va="center", color=INK)
-    right.axvline(DEGRADED, color=RED, linewidth=1)
-    right.axvline(0, color=GREY, linewidth=0.8)
-    right.set_title("change inside the training length, %")
-    for axes in (left, right):
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color="#E8E8E8")
-    figure.suptitle(board["model"]["name"], x=0.01, ha="left")
-    return figure
