@@ -23,7 +23,7 @@ from isentrope.evaluation.masked_lm import MaskingProtocol, score_documents, sum
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
 from isentrope.pretrained import resolve_device
-from isentrope.training.checkpoint import write_json
+from isentrope.utils.files import write_json
 from isentrope.utils.provenance import provenance
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)

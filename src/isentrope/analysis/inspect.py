@@ -21,8 +21,8 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
 from isentrope.data.corpus import documents
-from isentrope.evaluation.loading import causal_model
-from isentrope.evaluation.perplexity import Text
+from isentrope.evaluation.loading import load_causal_model
+from isentrope.evaluation.texts import Text
 from isentrope.hf.capture import Seen, observed, recipe_of
 from isentrope.hf.extend import extend, restore
 from isentrope.hf.layer import NAME
@@ -38,7 +38,7 @@ from isentrope.pretrained import (
 )
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -156,7 +156,7 @@ def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str 
         # what another recipe learns may have no weights yet
         given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
         return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=narrow, **given).to(device)
-    model: Any = causal_model(name, narrow)
+    model: Any = load_causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model
@@ -222,7 +222,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
         "run": provenance() | {"transformers": transformers.__version__},
     }
     results = out / "inspect.json"
-    with complete(results) as partial:
+    with write_atomically(results) as partial:
         partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
     return results
 
@@ -262,7 +262,7 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
 
     def picture(kind: str, window: Window, array: Tensor, **numbers: float | None) -> None:
         path = out / f"{kind}.npy"
-        with complete(path) as partial, partial.open("wb") as file:
+        with write_atomically(path) as partial, partial.open("wb") as file:
             np.save(file, array.float().numpy(), allow_pickle=False)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         found["heatmaps"][kind] = {"file": path.name, "sha256": digest, **asdict(window), **numbers}

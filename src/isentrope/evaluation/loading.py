@@ -29,7 +29,7 @@ from isentrope.pretrained import (
 )
 from isentrope.recipe import Recipe
 from isentrope.utils.extras import require
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 
 @read_gguf_once()
@@ -160,7 +160,7 @@ def save_extended(
     check_save_folder(folder)
     model, name = load_causal_model(name, "auto", gguf_file), resolve_model_name(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    with complete(folder) as partial:
+    with write_atomically(folder) as partial:
         extend(model, recipe)
         if measured:
             getattr(model.config, NAME)["measured"] = measured

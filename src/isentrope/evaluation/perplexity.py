@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.recipes import PLAIN, check_recipes, pair_with_untempered, under_recipe
@@ -141,7 +141,7 @@ def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
     def compute(part: Tensor, targets: Tensor) -> Tensor:
         logits = head(part)
-        return F.cross_entropy(logits.to(wide(logits)), targets, reduction="none")
+        return F.cross_entropy(logits.to(accumulation_dtype(logits)), targets, reduction="none")
 
     compute_part = partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
     losses = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from isentrope.evaluation.results import ModelRecord, PerplexityResults, read_results
-from isentrope.utils.files import AGAIN
+from isentrope.utils.files import RERUN_REMEDY
 
 MAX_DEGRADATION_PERCENT = 0.5  # of perplexity inside the training length that a recipe may cost
 
@@ -47,7 +47,7 @@ def rank_recipes(folder: Path) -> Leaderboard:
         folder: holds `perplexity.json` and, where retrieval was measured, `retrieval.json`.
     """
     needed = ("config", "rows", "texts", "cells")
-    data = cast(PerplexityResults, read_results(folder / "perplexity.json", AGAIN, *needed))
+    data = cast(PerplexityResults, read_results(folder / "perplexity.json", RERUN_REMEDY, *needed))
     retrieval = _read_retrieval(folder / "retrieval.json")
     edges, trained = data["config"]["edges"], data.get("train_length")
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
@@ -86,7 +86,7 @@ def _read_retrieval(path: Path) -> dict[str, dict[str, float]]:
     """Read the share of answers given under each recipe, by task and length."""
     if not path.exists():
         return {}
-    data = read_results(path, AGAIN, "config", "rows")
+    data = read_results(path, RERUN_REMEDY, "config", "rows")
     metric = "share" if data["config"]["score"] == "both" else "likeliest"
     shares: dict[str, dict[str, float]] = {}
     for row in data["rows"]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from isentrope.utils.files import BrokenFileError, complete, read_fields
+from isentrope.utils.files import BrokenFileError, read_fields, write_atomically
 
 logger = logging.getLogger("isentrope")
 VERSION = 1
@@ -223,7 +223,7 @@ def read_if_whole(path: Path, *needed: str) -> dict[str, Any] | None:
 
 def write_results(path: Path, results: Mapping[str, Any], ensure_ascii: bool = False) -> None:
     """Write a JSON file whole, or leave the one that is there."""
-    with complete(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text(json.dumps(results, indent=1, ensure_ascii=ensure_ascii), encoding="utf-8")
 
 

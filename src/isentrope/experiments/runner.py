@@ -39,10 +39,10 @@ from isentrope.pretrained import (
     read_tokenizer,
     resolve_device,
 )
-from isentrope.training.checkpoint import read_log, write_json
+from isentrope.training.checkpoint import read_log
 from isentrope.training.config import HOW, configured
 from isentrope.training.trainer import Diverged, train
-from isentrope.utils.files import BrokenFileError, claimed, complete, read_fields, read_json
+from isentrope.utils.files import BrokenFileError, lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -128,7 +128,7 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
     if state.is_main_process:
         shipped = next((c.shipped for c in plan.needed() if c.shipped), None)
         options = Options(tokenizer=str(SHIPPED / shipped)) if shipped else Options()
-        with claimed(out / "locks" / plan.data, wait=True):
+        with lock_file(out / "locks" / plan.data, wait=True):
             prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
     return Prepared.open(folder)
@@ -153,7 +153,7 @@ def checkpoints(
                 continue
             # by what it is trained with: a plan of other seeds may want the same
             name = f"{checkpoint.name}-{seed if checkpoint.seeded else 0}"
-            with claimed(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
+            with lock_file(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
                 if not mine:
                     continue
                 model = _checkpoint(checkpoint, seed, found, prepared, out, say, compile)
@@ -254,7 +254,7 @@ def _in_turn(groups: list[list[Cell]], out: Path, helps: bool) -> Iterator[Cell]
     busy: list[list[Cell]] = []
     for round, wait in ((groups, False),) if helps else ((groups, False), (busy, True)):
         for group in round:
-            with claimed(out / "locks" / group[0].key, wait) as mine:
+            with lock_file(out / "locks" / group[0].key, wait) as mine:
                 if mine:
                     yield from group
                 else:
@@ -346,7 +346,7 @@ def _assemble(
     folder = out / plan.name
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("results.jsonl", results), ("timings.jsonl", timings)):
-        with complete(folder / name) as partial:
+        with write_atomically(folder / name) as partial:
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     manifest = prepared.manifest
     write_json(folder / "plan.json", {

@@ -10,7 +10,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
@@ -22,12 +23,11 @@ STYLE: dict[str, Any] = {
 }
 # lengths a table shows, so that it fits 80 columns; the results file has them all
 SHOWN = 4
-DEGRADED = 0.5  # per cent of perplexity inside the training length that a recipe may cost
 
 
 def laws(results: Path) -> Table:
     """One row for each law of `laws.json`: measured entropy at a few lengths, its drift and the theory's, and τ."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     config, lengths = data["config"], data["lengths"]
     first, last = lengths[0], lengths[-1]
     error = max(row["standard_error"] for row in data["rows"])
@@ -73,7 +73,7 @@ def _thinned(lengths: list[int]) -> list[int]:
 
 def perplexity(results: Path) -> Table:
     """One row for each recipe of `perplexity.json`, one column for each bucket of positions."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     edges = data["config"]["edges"]
     texts = len(data["texts"])
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
@@ -107,12 +107,12 @@ def named(row: dict[str, Any], texts: int) -> str:
 def _inside(percent: float | None) -> str:
     if percent is None:
         return ""
-    return f"[red]{percent:+.2f} %[/red]" if percent > DEGRADED else f"{percent:+.2f} %"
+    return f"[red]{percent:+.2f} %[/red]" if percent > MAX_DEGRADATION_PERCENT else f"{percent:+.2f} %"
 
 
 def partition(manifest: Path) -> Table:
     """Documents and their lengths in each set of `manifest.json`, as in the paper's appendix A.1."""
-    data = read_fields(manifest, AGAIN, "statistics", "counts")
+    data = read_fields(manifest, RERUN_REMEDY, "statistics", "counts")
     statistics, counts, near = data["statistics"], data["counts"], data["near_duplicates"]
     table = Table(
         title=f"{Path(data['source']['name']).name}: documents over {data['options']['longer_than']} tokens",
@@ -157,7 +157,7 @@ FORMULAS = {
 
 def formulas(results: Path) -> Table:
     """Each law as a formula, and τ at the lengths of `laws.json`."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     lengths = data["lengths"][:: max(1, len(data["lengths"]) // SHOWN)]
     table = Table(title="The score is multiplied by τ(n)", **STYLE)
     for heading in ("law", "τ(n)", *(f"n={n}" for n in lengths)):
