@@ -73,11 +73,12 @@ def verdict(folder: Path, recipes: Collection[str], forgetful: Collection[str] =
 
 
 def _told(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str:
-    last, there = row["perplexity"][-1], plain["perplexity"][-1]
+    last, there, inside = row["perplexity"][-1], plain["perplexity"][-1], board["inside"]
+    assert inside is not None  # without it there is no verdict
     return (
         f"{row['recipe']}: perplexity {_number(last)} at {_last(board)}, "
         f"{last / there:.3g} of plain's {_number(there)} there and {row['ratio']:.3f} of "
-        f"its {_number(board['inside'])} inside the training length, where the recipe costs {row['inside']:+.2f} %"
+        f"its {_number(inside)} inside the training length, where the recipe costs {row['inside']:+.2f} %"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -99,7 +100,7 @@ def perplexity(results: Path) -> Table:
     return table
 
 
-def named(row: dict[str, Any], texts: int) -> str:
+def named(row: Mapping[str, Any], texts: int) -> str:
     """A recipe, with how many of the texts it was measured on where those are not all."""
     return row["recipe"] if row["texts"] == texts else f"{row['recipe']} ({row['texts']} of {texts} texts)"
 
