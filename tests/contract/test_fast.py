@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from isentrope.asked import geometry, unfolded
+from isentrope.fold import _fold, angles, fold
+from isentrope.region import Region
 from torch.autograd import forward_ad
 
 import isentrope as ise
 from isentrope import compiled
-from isentrope.asked import geometry, unfolded
 from isentrope.attention import attention
 from isentrope.backends.band import cut_up
-from isentrope.fold import _fold, angles, fold
-from isentrope.region import Region
 from tests.contract.matrix import Setting
 
 hopper = pytest.mark.skipif(
