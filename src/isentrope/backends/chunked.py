@@ -14,7 +14,7 @@ from isentrope.backends.merge import Kernel, Part
 from isentrope.backends.product import narrow, product
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import compiled
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 # scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -35,7 +35,7 @@ class Chunked(Kernel):
     """
 
     def forward(self, branch: FoldedBranch) -> Part:
-        dtype, factors = wide(branch.q), narrow(branch.q)
+        dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
         lse = torch.full(branch.q.shape[:-1], -torch.inf, dtype=dtype, device=branch.q.device)
@@ -48,7 +48,7 @@ class Chunked(Kernel):
         return Part(out, lse)
 
     def backward(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, factors = wide(branch.q), narrow(branch.q)
+        dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         anchor = torch.where(lse == -torch.inf, 0.0, lse)

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from isentrope.backends.merge import Part, merge
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import compiled
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 BLOCK = 128
 # one kernel for all lengths: the one for few queries is another, and not to be had for every shape
@@ -50,7 +50,7 @@ def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor
 
 
 def _branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
-    block_mask, spans = branch.layout.remember(("blocks", branch.region), lambda: _block_mask(branch))
+    block_mask, spans = branch.layout.cached(("blocks", branch.region), lambda: _block_mask(branch))
     score_mod = None if branch.slopes is None else _bias(branch)
     tensors, grouped = (branch.q, branch.k, branch.v), branch.groups > 1
     if branch.q.is_cuda:
@@ -87,7 +87,7 @@ def _eager(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _bias(branch: FoldedBranch) -> Callable[..., Tensor]:
     assert branch.slopes is not None
-    slopes = branch.slopes.to(wide(branch.q))
+    slopes = branch.slopes.to(accumulation_dtype(branch.q))
     batch = branch.q.shape[0]
     query = branch.layout.query.to(torch.int32).expand(batch, -1).contiguous()
     key = branch.layout.key.to(torch.int32).expand(batch, -1).contiguous()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.call import FoldedBranch
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 
 def refusal(branches: list[FoldedBranch]) -> str | None:
@@ -15,7 +15,7 @@ def refusal(branches: list[FoldedBranch]) -> str | None:
 
 def probabilities(branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
     """Attention weights and log-sum-exps over all branches; a query that sees nothing has weights 0 and lse -inf."""
-    dtype = wide(branches[0].q)
+    dtype = accumulation_dtype(branches[0].q)
     scores: Tensor | None = None
     for branch in branches:
         k = branch.k.repeat_interleave(branch.groups, 1)

@@ -19,12 +19,12 @@ from isentrope.backends import merge
 from isentrope.backends.merge import Kernel, Part, lengthened
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import generation
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.region import Band
 
 aten = torch.ops.aten
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 CUDNN = torch.backends.cudnn.version() or 0
 ALL = Band(0, 0, 0, 0, inf, inf)  # what is seen is in the mask
 # entries of a chunk's mask held at once, and rows of a chunk: in more of them a band leaves more to mask
@@ -34,10 +34,8 @@ ROWS = 512
 
 def refusal(branches: list[FoldedBranch]) -> str | None:
     q, v = branches[0].q, branches[0].v
-    if max(q.shape[-1], v.shape[-1]) > MOST_HEAD_DIM:
-        return (
-            f"fused kernels take head sizes up to {MOST_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
-        )
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"fused kernels take head sizes up to {MAX_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
     if q.device.type not in ("cpu", "cuda"):
         return f"its kernels with a log-sum-exp are known on cpu and cuda, got {q.device.type}; use 'chunked'"
     if q.is_cuda and q.dtype == torch.float64:
@@ -85,7 +83,7 @@ def _half(branch: FoldedBranch) -> bool:
     """What FlashAttention takes at all."""
     size, kind = max(branch.q.shape[-1], branch.v.shape[-1]), branch.q.dtype
     able = branch.q.is_cuda and kind in (torch.float16, torch.bfloat16) and generation(branch.q.device) >= 8
-    return able and size % 8 == 0 and size <= MOST_HEAD_DIM
+    return able and size % 8 == 0 and size <= MAX_HEAD_DIM
 
 
 class Tile(NamedTuple):
@@ -107,7 +105,7 @@ class SDPA(Kernel):
             out, lse = _forward(_tile(branch, band))
             return Part(out[..., : branch.v.shape[-1]], lse, band.first)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
-        lse = torch.full(branch.q.shape[:-1], -inf, dtype=wide(branch.q), device=branch.q.device)
+        lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
         for rows, _, tile in _masked(branch):
             o, tile_lse = _forward(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], tile_lse
@@ -208,7 +206,7 @@ def _additive(branch: FoldedBranch, rows: slice | None, columns: slice | None) -
     # the first call of torch.broadcast_shapes imports half of torch, for seconds
     shape = visible.shape if bias is None else torch.broadcast_tensors(visible, bias)[0].shape
     # a distance bias has more digits than half precision; the CPU kernel takes it as it is
-    dtype = branch.q.dtype if bias is None else wide(branch.q)
+    dtype = branch.q.dtype if bias is None else accumulation_dtype(branch.q)
     mask = branch.q.new_zeros(*shape[:-1], stride, dtype=dtype)[..., :width]
     if bias is not None:
         mask.copy_(bias)

@@ -19,7 +19,7 @@ from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, files, tokenize
 from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
 from isentrope.pretrained import read_tokenizer
-from isentrope.utils.files import BrokenFileError, complete, read_fields, read_json
+from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -91,7 +91,7 @@ def prepare(source: Source, out: Path, options: Options, say: Callable[[str], No
         "run": provenance(),
         "documents": [{"set": name} | row for name, row in zip(sets.tolist(), rows, strict=True)],
     }
-    with complete(out / MANIFEST) as partial:
+    with write_atomically(out / MANIFEST) as partial:
         partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     return out / MANIFEST
 
@@ -143,7 +143,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path, fingerprint: str, options: Opt
     mark.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     if options.tokenizer == CHARACTERS:
-        with complete(mark) as partial:
+        with write_atomically(mark) as partial:
             partial.write_text(json.dumps(_made_from(fingerprint, options)), encoding="utf-8")
 
 

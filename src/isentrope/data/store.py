@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isentrope.data.corpus import CorpusError, Document
-from isentrope.utils.files import complete, read_fields
+from isentrope.utils.files import read_fields, write_atomically
 
 TEXTS, CHARACTERS = 64, 1 << 19  # tokenized at once, at most; one longer text goes alone
 AT_ONCE = 1 << 22  # tokens counted
@@ -97,7 +97,7 @@ def tokenize(
         _sweep(path)
     rows: dict[str, list[Any]] = {name: [] for name in ("names", "sha256", "groups", "characters", "lengths")}
     counts, seen = {"read": 0, "too_short": 0, "duplicates": 0}, set[str]()
-    with complete(flat) as partial, partial.open("wb") as file:
+    with write_atomically(flat) as partial, partial.open("wb") as file:
         _header(file, 0)
         for document, ids in _in_tokens(documents, tokenizer):
             digest = document.sha256
@@ -114,7 +114,7 @@ def tokenize(
                 for column, value in zip(rows.values(), row, strict=True):
                     column.append(value)
         _header(file, sum(rows["lengths"]))
-    with complete(index) as partial:
+    with write_atomically(index) as partial:
         partial.write_text(json.dumps(rows | {"counts": counts}), encoding="utf-8")
     return TokenStore.open(folder, key)
 
