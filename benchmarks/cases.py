@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import isentrope as ise
+from isentrope.core.caching import clear_caches
 from isentrope.core.compile import fresh
-from isentrope.core.layout import _recent
 
 MILLION = 1 << 20
 PLAIN = "RoPE + SDPA"
@@ -134,7 +134,7 @@ class Inputs:
         """Let go of everything, also of what attention keeps for a layout."""
         self.q = self.k = self.v = self.cos = self.sin = self.out_grad = None  # type: ignore[assignment]
         self.n = 0
-        _recent.clear()
+        clear_caches(keep_compiled=True)
         if self.size.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -216,7 +216,7 @@ def cold(call: Call, size: Sizes) -> float:
     """Milliseconds of a call when geometry and block masks are built anew, kernels being compiled already."""
 
     def anew() -> None:
-        _recent.clear()
+        clear_caches(keep_compiled=True)
         call()
 
     return times((anew,), replace(size, seconds=0.0, least=3))[0]

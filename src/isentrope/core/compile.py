@@ -5,13 +5,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isentrope.core.caching import MAX_COMPILED_FUNCTIONS, MAX_DEVICES, bounded_cache
 
 SMALL = 1 << 12  # entries
 TRITON = find_spec("triton") is not None
@@ -36,7 +37,7 @@ def values_are_readable(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-@cache
+@bounded_cache(MAX_DEVICES)
 def generation(device: torch.device) -> int:
     """Of an NVIDIA card: 8 is Ampere and Ada, 9 Hopper."""
     return torch.cuda.get_device_capability(device)[0]
@@ -69,7 +70,7 @@ def _kind(x: Tensor | None) -> Hashable:
     return x.dtype, x.device, x.requires_grad, x.is_contiguous(), tuple(n == 1 for n in x.shape)
 
 
-@cache
+@bounded_cache(MAX_COMPILED_FUNCTIONS, compiled=True)
 def _compile(function: Callable[..., Any], kind: tuple[Hashable, ...]) -> Callable[..., Any]:
     """Compilations are counted per code object and, past a limit, quietly given up: every kind gets a code object of
     its own, and `fullgraph` turns giving up into an error."""

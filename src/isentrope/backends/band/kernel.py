@@ -3,7 +3,6 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-from functools import cache
 from math import log
 
 import torch
@@ -90,7 +89,6 @@ def _axes(x: Tensor) -> list[tuple[int, int]]:
     return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
-@cache
 def _shapes(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
     if device.type != "cuda":
         return LARGE
