@@ -74,9 +74,9 @@ def show(table: Any) -> None:
 
 def files(words: Sequence[str]) -> list[Path]:
     """Those of all the files, folders and globs."""
-    from isentrope.experiments.causal_plan import texts_of
+    from isentrope.data.source import find_text_files
 
-    return [path for word in words for path in texts_of(word)]
+    return [path for word in words for path in find_text_files(word)]
 
 
 def tell_failures(words: Sequence[str], results: Path) -> None:

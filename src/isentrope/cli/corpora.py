@@ -47,8 +47,8 @@ def prepare(
         from isentrope.data.source import Source
 
         found = Source(source, column, subset, split, data_files, skip_broken, limit)
-        options = study.Options(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
-        show_partition(study.prepare(found, out, options, say=lambda text: typer.echo(text, err=True)))
+        options = study.PrepareOptions(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
+        show_partition(study.prepare(found, out, options, notify=lambda text: typer.echo(text, err=True)))
 
 
 def show_partition(manifest: Path) -> None:

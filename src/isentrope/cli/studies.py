@@ -123,14 +123,14 @@ def _show(name: str, out: Path, corpus: Path | None) -> None:
     """A study without cells."""
     from rich.console import Console
 
-    from isentrope.data.prepared import Prepared
+    from isentrope.data.prepared import PreparedCorpus
     from isentrope.report.tables import terminal as tables
 
     if name == "laws":
         laws(out / "laws")
         Console().print(tables.formulas(out / "laws" / "laws.json"))
     elif corpus is not None:
-        show_partition(Prepared.open(corpus).folder / "manifest.json")
+        show_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
 
 
 @study.command("status")
@@ -167,14 +167,14 @@ def study_figures(
     isentrope study figures --data data/laws --out results
     """
     with errors_in_one_line():
-        from isentrope.data.prepared import Prepared
+        from isentrope.data.prepared import PreparedCorpus
         from isentrope.experiments.paper.figures import looks, trainings
         from isentrope.report.figures import inspect
         from isentrope.report.figures.losses import losses
         from isentrope.report.figures.partition import partition
 
         quietly()
-        prepared = Prepared.open(corpus)
+        prepared = PreparedCorpus.open(corpus)
         say = lambda words: typer.echo(words, err=True)  # noqa: E731
         seen, runs = looks(prepared, out, say), trainings(prepared, out, say)
         folder = out / "figures"

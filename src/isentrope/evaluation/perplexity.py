@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from isentrope.core.precision import wide
-from isentrope.data.corpus import documents
+from isentrope.data.corpus import read_documents
 from isentrope.evaluation.loading import causal_model, check_model, place, place_model
 from isentrope.hf.extend import extended
 from isentrope.hf.layer_plan import train_length
@@ -130,7 +130,7 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
     tokenizer: Any = None
     texts: list[Text] = []
     sizes: list[tuple[int, str]] = []
-    for document in documents(paths):
+    for document in read_documents(paths):
         whole = document.text if document.tokens is None else document.tokens
         sizes.append((len(whole or ()), "characters" if document.tokens is None else "tokens"))
         tokens, ends = document.tokens, None
