@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 Call = Callable[[], object]
 Row = dict[str, Any]
@@ -229,5 +229,5 @@ def exponent(points: Sequence[tuple[int, float]]) -> float | None:
 def save(path: Path, rows: list[Row], **more: Any) -> None:
     """Write results complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with complete(path) as file:
+    with write_atomically(path) as file:
         file.write_text(json.dumps({**more, "rows": rows}, indent=1) + "\n")

@@ -23,7 +23,8 @@ from isentrope.evaluation.loading import place
 from isentrope.evaluation.masked_lm import Protocol, evaluate, summary
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
-from isentrope.training.checkpoint import write_json
+from isentrope.pretrained import resolve_device
+from isentrope.utils.files import write_json
 from isentrope.utils.provenance import provenance
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -58,7 +59,7 @@ def main() -> None:
     prepared = PreparedCorpus.open(options.corpus)
     hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
     mask = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
-    device, dtype = place("cuda" if torch.cuda.is_available() else "cpu")
+    device, dtype = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for name, text, position, folds in (
         ("ReRoPE", "rerope:window=64", ReRoPE, fold), ("ReRoPE unturned", "rerope:window=64", Unturned, fold),
@@ -77,7 +78,7 @@ def main() -> None:
             for length in LENGTHS:
                 protocol = Protocol(positions=options.positions)
                 scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)
-                rows.append({"what": name, "law": law.strip("+"), "length": length} | summary(scores))
+                rows.append({"what": name, "law": law.strip("+"), "length": length} | summarize_scores(scores))
                 write_json(options.out, {"rows": rows, "run": provenance()})
                 print(f"{name:18s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)
 

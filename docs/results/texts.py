@@ -41,7 +41,7 @@ def joined(one: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
 
 def write(path: Path, texts: list[tuple[str, str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with complete(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with write_atomically(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": name, "text": text}) + "\n" for name, text in texts)
     print(f"{path}: {len(texts)} texts")
 

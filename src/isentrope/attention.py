@@ -21,12 +21,12 @@ from isentrope.backends.padding import blank_padding
 from isentrope.builder import asked_of
 from isentrope.core.call import Call, Unfolded
 from isentrope.core.compile import compiled
+from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout, PositionIds
-from isentrope.core.precision import as_given
 from isentrope.core.region import band
 from isentrope.masks import Mask
-from isentrope.parts import shown
 from isentrope.recipe import Recipe
+from isentrope.utils.text import format_value
 
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference, "dense": dense, "sdpa": sdpa, "flex": flex, "chunked": chunked
@@ -107,7 +107,7 @@ def attention(
     """
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
-    with as_given(q):
+    with autocast_disabled(q):
         asked = asked_of(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
         biased = asked.meetings[0].slopes is not None
         most = AT_ONCE if len(asked.meetings) > 1 else COUNTED if biased else q.numel()
@@ -170,7 +170,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     if recipe is None:
         return NOTHING
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe: expected a Recipe, its text or None, got {shown(recipe)}")
+        raise ValueError(f"recipe: expected a Recipe, its text or None, got {format_value(recipe)}")
     return recipe
 
 
@@ -209,7 +209,7 @@ def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], T
     if callable(dropout):
         return backend, dropout
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {shown(dropout)}")
+        raise ValueError(f"dropout: expected a number in [0, 1) or a function, got {format_value(dropout)}")
     return backend, partial(F.dropout, p=float(dropout))
 
 
@@ -217,7 +217,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {shown(backend)}")
+        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {format_value(backend)}")
     if (why := BACKENDS[backend].refusal(calls)) is not None:
         raise ValueError(f"backend {backend!r} cannot compute this: {why}")
     return backend

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from isentrope.core.call import Call, Meeting, Unfolded
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout, PositionIds, layout_of
-from isentrope.core.precision import wide
 from isentrope.core.region import Region
 from isentrope.core.rotation import Angles, angles
 from isentrope.masks import Document, Full, Mask, Padding, data_masks
-from isentrope.parts import shown
 from isentrope.positions import Branch, NoPE, Position
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
+from isentrope.utils.text import format_value
 
 T = TypeVar("T")
 # recipes of one position method that are kept with a layout, as many as a model has layers, and entries of τ of each
 MOST_ASKED = 256
 LARGEST_TAU = 1 << 20
-LEAST_SCALE, MOST_SCALE = 1e-6, 1e6  # of a score
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of a score
 
 
 def asked_of(
@@ -54,7 +54,7 @@ def asked_of(
     position = recipe.position
     token = None if position is None else position.token()
     group: dict[Any, tuple[Recipe, tuple[Any, ...]]]
-    group = layout.remember(("asked", position, token, q.shape[1], q.shape[3], q.dtype), dict)
+    group = layout.cached(("asked", position, token, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), call_mask, causal, scale, rotated_keys)
     if (known := group.get(key)) is not None:
         return Unfolded(q, k, v, layout, *known[1])
@@ -83,7 +83,7 @@ def geometry(
 ) -> tuple[Layout, Region]:
     """Where tokens sit, and what each query may see."""
     if call_mask is not None and not isinstance(call_mask, Mask):
-        raise ValueError(f"mask: expected a mask such as Document(ids), got {shown(call_mask)}")
+        raise ValueError(f"mask: expected a mask such as Document(ids), got {format_value(call_mask)}")
     masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
     data = [d for mask in masks for d in data_masks(mask)]
     paddings = [d for d in data if isinstance(d, Padding)]
@@ -112,7 +112,7 @@ def geometry(
     )
     if data or torch.compiler.is_compiling():
         return layout, layout.simplify(_region(masks, causal))
-    region = layout.remember(("region", *masks, causal), lambda: layout.simplify(_region(masks, causal)))
+    region = layout.cached(("region", *masks, causal), lambda: layout.simplify(_region(masks, causal)))
     return layout, region
 
 
@@ -158,13 +158,15 @@ def unfolded(
     if rotated_keys and score.normalises:
         raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
     known = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if scale is not None and not (known and LEAST_SCALE <= scale <= MOST_SCALE):
+    if scale is not None and not (known and MIN_SCALE <= scale <= MAX_SCALE):
         # kernels mask before they multiply: -inf times 0 or less is no mask
-        raise ValueError(f"scale: expected None or a number from {LEAST_SCALE:g} to {MOST_SCALE:g}, got {shown(scale)}")
+        raise ValueError(
+            f"scale: expected None or a number from {MIN_SCALE:g} to {MAX_SCALE:g}, got {format_value(scale)}"
+        )
     factor = score.factor(q.shape[-1]) if scale is None else float(scale)
     interleaved = getattr(position, "layout", "half") == "interleaved"
     heads, head_dim = q.shape[1], q.shape[-1]
-    dtype = wide(q)
+    dtype = accumulation_dtype(q)
     sizes = (region, heads, head_dim, dtype)
 
     # what does not depend on the values of q, k and v is worked out once for all calls that share the layout
@@ -180,7 +182,7 @@ def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[]
     if not frozen or torch.compiler.is_compiling():
         return make()
     token = part.token() if isinstance(part, Position) else None
-    return layout.remember((part, token, *sizes), make)
+    return layout.cached((part, token, *sizes), make)
 
 
 def _temperature(

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first
-from isentrope.parts import REQUIRED, Part, choice, shown, whole
+from isentrope.parts import REQUIRED, Part, check_choice, check_integer
+from isentrope.utils.text import format_value
 
-MOST_JOINED = 32  # each may cut the regions of the others
+MAX_JOINED = 32  # each may cut the regions of the others
 
 
 class Mask(Part):
@@ -58,7 +59,7 @@ class Window(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole(self, "size", 1)
+        check_integer(self, "size", 1)
 
     def idle(self, length: int) -> bool:
         return length <= self.size
@@ -75,8 +76,8 @@ class Sink(Mask):
     size: int = REQUIRED
 
     def __post_init__(self) -> None:
-        whole(self, "sinks", 0)
-        whole(self, "size", 1)
+        check_integer(self, "sinks", 0)
+        check_integer(self, "size", 1)
 
     def idle(self, length: int) -> bool:
         return length <= self.sinks + self.size
@@ -96,8 +97,8 @@ class Lambda(Mask):
     window: int = REQUIRED
 
     def __post_init__(self) -> None:
-        whole(self, "sinks", 0)
-        whole(self, "window", 1)
+        check_integer(self, "sinks", 0)
+        check_integer(self, "window", 1)
 
     def idle(self, length: int) -> bool:
         return length <= self.sinks + self.window
@@ -114,7 +115,7 @@ class Padding(Mask):
     side: str = "right"
 
     def __post_init__(self) -> None:
-        choice(self, "side", ("right", "left"))
+        check_choice(self, "side", ("right", "left"))
 
     def region(self, causal: bool) -> Region:
         return EVERYTHING
@@ -152,13 +153,15 @@ class Compound(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.masks, tuple) or not self.masks or not all(isinstance(m, Mask) for m in self.masks):
-            raise ValueError(f"{type(self).__name__}(masks=…): expected a tuple of masks, got {shown(self.masks)}")
+            raise ValueError(
+                f"{type(self).__name__}(masks=…): expected a tuple of masks, got {format_value(self.masks)}"
+            )
         # a & (b & c) is the same mask as (a & b) & c, and reads the same; so does a mask joined with none
         alone = (m.masks[0] if isinstance(m, Compound) and len(m.masks) == 1 else m for m in self.masks)
         flat = tuple(m for mask in alone for m in (mask.masks if type(mask) is type(self) else (mask,)))
         object.__setattr__(self, "masks", flat)
-        if (count := self.joined) > MOST_JOINED:
-            raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MOST_JOINED} masks, got {count}")
+        if (count := self.joined) > MAX_JOINED:
+            raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MAX_JOINED} masks, got {count}")
 
     @property
     def joined(self) -> int:

@@ -6,14 +6,15 @@ import inspect
 from numbers import Real
 from typing import Any
 
+from isentrope.utils.text import format_value
+
 REQUIRED: Any = object()  # the default of an option that must be given
-MOST_SHOWN = 120  # characters of a value in an error
 # What options may be. Lengths are counted in floating point, which above 2^53 does not count by ones.
-MOST_LENGTH = 1 << 53
-MOST_HEADS = MOST_HEAD_DIM = 1 << 16
-MOST_FACTOR = 1e9  # by which a context is stretched
-MOST_BASE = 1e12  # of rotary frequencies: one position in a billion is still told apart
-MOST_TEMPERATURE = 1e3  # a query times τ must stay within fp16
+MAX_LENGTH = 1 << 53
+MAX_HEADS = MAX_HEAD_DIM = 1 << 16
+MAX_FACTOR = 1e9  # by which a context is stretched
+MAX_BASE = 1e12  # of rotary frequencies: one position in a billion is still told apart
+MAX_TEMPERATURE = 1e3  # a query times τ must stay within fp16
 
 
 class Part:
@@ -52,20 +53,6 @@ class Part:
         return name + (":" + ",".join(f"{k}={_text(v)}" for k, v in given.items()) if given else "")
 
 
-def shown(value: Any) -> str:
-    """The value in an error: one line, and only the beginning of a long one."""
-    try:
-        text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
-        return f"{type(value).__name__} too large to print"
-    return shortened(text)
-
-
-def shortened(text: str) -> str:
-    """The beginning of a long text."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}… ({len(text)} characters)"
-
-
 def _text(value: Any) -> str:
     if isinstance(value, float):
         # "1e+16" would read as two parts of a recipe
@@ -75,39 +62,45 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def whole(part: object, key: str, least: int, most: int = MOST_LENGTH) -> None:
+def check_integer(part: object, key: str, least: int, most: int = MAX_LENGTH) -> None:
     """Check that a part's option is an integer from `least` to `most`."""
     value = getattr(part, key)
-    largest = "2^53" if most == MOST_LENGTH else str(most)
+    largest = "2^53" if most == MAX_LENGTH else str(most)
     expected = f"{type(part).__name__}({key}=…): expected an integer ≥ {least} and ≤ {largest}"
     if value is REQUIRED:
         raise ValueError(f"{expected}, got nothing")
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not least <= value <= most or value != int(value):
-        raise ValueError(f"{expected}, got {shown(value)}")
+        raise ValueError(f"{expected}, got {format_value(value)}")
     object.__setattr__(part, key, int(value))
 
 
-def number(part: object, key: str, most: float, *, above: float | None = None, least: float | None = None) -> None:
+def check_number(
+    part: object, key: str, most: float, *, above: float | None = None, least: float | None = None
+) -> None:
     """Check that a part's option is a number > above or ≥ least, and ≤ most."""
     value = getattr(part, key)
     low = f"> {above:g}" if above is not None else f"≥ {least:g}"
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     inside = is_number and value <= most and (value > above if above is not None else value >= least)
     if not inside:
-        raise ValueError(f"{type(part).__name__}({key}=…): expected a number {low} and ≤ {most:g}, got {shown(value)}")
+        raise ValueError(
+            f"{type(part).__name__}({key}=…): expected a number {low} and ≤ {most:g}, got {format_value(value)}"
+        )
     object.__setattr__(part, key, float(value))
 
 
-def choice(part: object, key: str, allowed: tuple[str, ...]) -> None:
+def check_choice(part: object, key: str, allowed: tuple[str, ...]) -> None:
     """Check that a part's option is one of the allowed words."""
     value = getattr(part, key)
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{type(part).__name__}({key}=…): expected one of {', '.join(allowed)}, got {shown(value)}")
+        raise ValueError(
+            f"{type(part).__name__}({key}=…): expected one of {', '.join(allowed)}, got {format_value(value)}"
+        )
 
 
-def flag(part: object, key: str) -> None:
+def check_bool(part: object, key: str) -> None:
     """Check that a part's option is a truth value."""
     value = getattr(part, key)
     if not isinstance(value, bool):
-        raise ValueError(f"{type(part).__name__}({key}=…): expected True or False, got {shown(value)}")
+        raise ValueError(f"{type(part).__name__}({key}=…): expected True or False, got {format_value(value)}")

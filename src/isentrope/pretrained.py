@@ -6,6 +6,7 @@ import logging
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,55 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from isentrope.core.dtypes import to_dtype
+from isentrope.core.dtypes import cpu_dtype, to_dtype
 from isentrope.utils.files import read_fields, read_json
 
 AGAIN = "fetch or save it again"
 HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+RUN_DTYPES = ("bfloat16", "float16", "float32")
 SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # infinity in bits, and NaN above it
+
+
+def resolve_model_name(name: str) -> str:
+    """Expand the path of a model's folder; leave a name on the hub as it is.
+
+    Raises:
+        ValueError: `name` is written as a path, and no such folder exists.
+    """
+    if (folder := Path(name).expanduser()).is_dir():
+        return str(folder)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
+    return name
+
+
+def resolve_device(device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """Choose a device and a dtype to run in: by default a GPU where there is one, and bfloat16 on it.
+
+    Raises:
+        ValueError: the device is not available, or the dtype is not one of RUN_DTYPES.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = _first_line(error)
+        raise ValueError(f"device: expected one that is there, such as cpu, got {device!r}: {reason}") from None
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
+    if dtype not in RUN_DTYPES:
+        raise ValueError(f"dtype: expected {', '.join(RUN_DTYPES)} or auto, got {dtype!r}")
+    return device, getattr(torch, dtype)
+
+
+def resolve_model_device(name: str, device: str = "auto", dtype: str = "auto") -> tuple[str, torch.dtype]:
+    """`resolve_device` for a saved model; warns once where its half precision becomes float32 on a CPU."""
+    device, chosen = resolve_device(device, dtype)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        config = read_config(resolve_model_name(name))
+        saved = saved_dtype(resolve_model_name(name), config.get("dtype") or config.get("torch_dtype"))
+        cpu_dtype(saved, None, device)
+    return device, chosen
 
 
 def load_pretrained(
@@ -84,6 +127,40 @@ def read_config(name: str | Path, **options: Any) -> dict[str, Any]:
     return found
 
 
+def read_config_as(config_class: type[PreTrainedConfig], model: str | Path) -> Any:
+    """Read the configuration of a model that must be of one type: transformers would drop another's weights silently.
+
+    Raises:
+        ValueError: config.json names another model type.
+    """
+    model_type = read_config(resolve_model_name(str(model))).get("model_type", config_class.model_type)
+    if model_type != config_class.model_type:
+        raise ValueError(f"model: expected one of type {config_class.model_type}, got {model_type} in {model}")
+    return config_class.from_pretrained(model)
+
+
+@contextmanager
+def read_gguf_once() -> Iterator[None]:
+    """Cache GGUF files and the names of their tensors while the block lasts.
+
+    transformers reads a file once for the configuration and again for the weights, and lists the names for every
+    module, which takes longer than all the rest.
+    """
+    try:
+        import gguf
+    except ImportError:  # reported where a file is to be read
+        yield
+        return
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in originals.items():
+        setattr(gguf, name, cache(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(gguf, name, function)
+
+
 def read_tokenizer(name: str | Path, **options: Any) -> Any:
     """`AutoTokenizer.from_pretrained`, whose errors do not name the file, and may be of any kind."""
     try:
@@ -99,6 +176,21 @@ def read_tokenizer(name: str | Path, **options: Any) -> Any:
             raise _unreachable(name, error) from error
         why = f"got none that can be read ({_short(error)})"
         raise ValueError(f"{name}: expected a tokenizer, {why}; {AGAIN}") from error
+
+
+def check_same_tokens(folder: Path, tokenizer: Any) -> None:
+    """Check that a model was trained with a corpus's tokens: with others its output would mean nothing.
+
+    Raises:
+        ValueError: the two vocabularies differ.
+    """
+    if (folder / "tokenizer.json").is_file():
+        own = read_tokenizer(folder)
+        if own.get_vocab() != tokenizer.get_vocab():
+            sizes = f"{len(own)} tokens and {len(tokenizer)}" if len(own) != len(tokenizer) else "as many others"
+            raise ValueError(
+                f"{folder}: expected the tokens of the corpus, got {sizes}; prepare it with --tokenizer {folder}"
+            )
 
 
 def check_weights(name: str | Path, remedy: str = AGAIN, **hub: Any) -> list[Path]:
@@ -149,7 +241,7 @@ def open_tensors(path: Path, remedy: str = AGAIN) -> Iterator[Any]:
 def check_finite(model: nn.Module, where: str | Path, remedy: str = AGAIN) -> None:
     """That no weight is NaN or infinite: all that is measured would be, or be blamed on something else."""
     for key, x in model.named_parameters():
-        if x.is_meta or not x.numel() or x.dtype not in DTYPES.values() or _all_finite(x.detach()):
+        if x.is_meta or not x.numel() or x.dtype not in SAFETENSORS_DTYPES.values() or _all_finite(x.detach()):
             continue
         count = int((~x.detach().isfinite()).sum())
         raise ValueError(f"{where}: {count} of the {x.numel()} numbers in {key} are NaN or infinite; {remedy}")
@@ -172,7 +264,7 @@ def saved_dtype(name: str | Path, known: torch.dtype | str | None = None, **hub:
         return to_dtype(known)
     for path in _files(name, AGAIN, hub)[:1]:
         with open_tensors(path) as file:
-            kinds = (DTYPES.get(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
+            kinds = (SAFETENSORS_DTYPES.get(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118
             return next((kind for kind in kinds if kind is not None), None)
     return None
 

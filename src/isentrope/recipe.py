@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from isentrope import masks, positions, scores, temperatures
-from isentrope.parts import REQUIRED, Part, shortened, shown
+from isentrope.parts import REQUIRED, Part
+from isentrope.utils.text import format_value, suggest, truncate
 
 # the one place where names are looked up: a new method is one word here
 KINDS: dict[str, tuple[type[Part], ...]] = {
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
-MOST_NESTED = 32  # brackets, or masks inside masks
+MAX_NESTED = 32  # brackets, or masks inside masks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Recipe:
             fits = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
             if isinstance(part, type) or not fits:
                 raise ValueError(
-                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {shown(part)}"
+                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
                 )
         length = getattr(self.temperature, "train_length", None)
         position = None if self.position is None else self.position.resolved(length)
@@ -99,16 +99,16 @@ class Recipe:
     def from_dict(cls, data: dict[str, Any], **defaults: Any) -> Recipe:
         """The recipe that `to_dict` wrote; `defaults` are taken for options that a part requires and lacks."""
         if not isinstance(data, dict):
-            raise ValueError(f"Recipe.from_dict: expected a dictionary, got {shown(data)}")
+            raise ValueError(f"Recipe.from_dict: expected a dictionary, got {format_value(data)}")
         for key in data:
             if key not in KINDS:
-                raise ValueError(f"Recipe.from_dict: unknown key {shown(key)}{_hint(key, KINDS)}")
+                raise ValueError(f"Recipe.from_dict: unknown key {format_value(key)}{suggest(key, KINDS)}")
         parts = {}
         for expected, options in data.items():
             kind, part = _from_dict(options, defaults)
             if kind != expected:
                 raise ValueError(
-                    f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {shortened(str(part))}"
+                    f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {truncate(str(part))}"
                 )
             parts[kind] = part
         return cls(**parts)
@@ -124,7 +124,7 @@ class Recipe:
         """
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
-                f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {shown(text)}"
+                f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {format_value(text)}"
             )
         found: dict[str, Part] = {}
         if text.strip() == PLAIN:
@@ -133,8 +133,8 @@ class Recipe:
             kind, part = _parse_part(piece, defaults)
             if kind in found:
                 why = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), found[kind].name()) else ""
-                both = f"{shortened(str(found[kind]))} and {shortened(str(part))}"
-                raise ValueError(f"recipe {shown(text)}: expected one {kind}, got {both}{why}")
+                both = f"{truncate(str(found[kind]))} and {truncate(str(part))}"
+                raise ValueError(f"recipe {format_value(text)}: expected one {kind}, got {both}{why}")
             found[kind] = part
         return cls(**found)
 
@@ -144,13 +144,15 @@ def _split(text: str, sign: str) -> list[str]:
     pieces, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "([") - (letter in ")]")
-        if depth > MOST_NESTED:
-            raise ValueError(f"recipe: expected at most {MOST_NESTED} brackets inside one another, got {shown(text)}")
+        if depth > MAX_NESTED:
+            raise ValueError(
+                f"recipe: expected at most {MAX_NESTED} brackets inside one another, got {format_value(text)}"
+            )
         if letter == sign and depth == 0:
             pieces.append(text[start:at])
             start = at + 1
     if depth:
-        raise ValueError(f"recipe: expected matching brackets, got {shown(text)}")
+        raise ValueError(f"recipe: expected matching brackets, got {format_value(text)}")
     return [piece.strip() for piece in (*pieces, text[start:])]
 
 
@@ -161,7 +163,7 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
             parts = [_parse_part(piece, defaults) for piece in pieces]
             for kind, part in parts:
                 if kind != "mask":
-                    got = f"the {kind} {shortened(str(part))} in {shown(text)}"
+                    got = f"the {kind} {truncate(str(part))} in {format_value(text)}"
                     raise ValueError(f"recipe: only masks are joined with {sign}, got {got}")
             return "mask", join(tuple(part for _, part in parts))  # type: ignore[misc]
     if text.startswith("(") and text.endswith(")"):
@@ -171,9 +173,9 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
     for option in _split(rest, ",") if rest else []:
         key, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"recipe part {shown(text)}: expected name=value, got {shown(option)}")
+            raise ValueError(f"recipe part {format_value(text)}: expected name=value, got {format_value(option)}")
         if key.strip() in options:
-            raise ValueError(f"recipe part {shown(text)}: option {shown(key.strip())} is given twice")
+            raise ValueError(f"recipe part {format_value(text)}: option {format_value(key.strip())} is given twice")
         options[key.strip()] = _value(value.strip())
     return _build(name.strip(), options, defaults)
 
@@ -187,9 +189,9 @@ def _value(text: str) -> Any:
 
 def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str, Part]:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {shown(data)}")
-    if depth > MOST_NESTED:
-        raise ValueError(f"Recipe.from_dict: expected at most {MOST_NESTED} masks inside one another, got more")
+        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {format_value(data)}")
+    if depth > MAX_NESTED:
+        raise ValueError(f"Recipe.from_dict: expected at most {MAX_NESTED} masks inside one another, got more")
     options = {key: value for key, value in data.items() if key != "name"}
     if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
         options["masks"] = tuple(_from_dict(mask, defaults, depth + 1)[1] for mask in options["masks"])
@@ -199,12 +201,12 @@ def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str
 def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
     """The part called `name`, or an error that says which name or option was meant."""
     if name not in PARTS:
-        raise ValueError(f"recipe: unknown part {shown(name)}{_hint(name, PARTS)}")
+        raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
     kind, part = PARTS[name]
     known = part.options()
     for key in options:
         if key not in known:
-            raise ValueError(f"recipe part {name!r}: unknown option {shown(key)}{_hint(key, known)}")
+            raise ValueError(f"recipe part {name!r}: unknown option {format_value(key)}{suggest(key, known)}")
     required = [key for key, default in known.items() if default is REQUIRED]
     options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
     missing = [key for key in required if key not in options]
@@ -213,8 +215,3 @@ def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tupl
     made = part(**options)
     # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
     return kind, made.eval() if isinstance(made, torch.nn.Module) else made
-
-
-def _hint(word: Any, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), 1) if isinstance(word, str) else []
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isentrope.parts import Part, number
+from isentrope.parts import Part, check_number
 
 # Below the first no score is told from 0; in fp32 one of the size of the second is known to three digits.
-LEAST_ALPHA, MOST_ALPHA = 1e-4, 1e4
+MIN_ALPHA, MAX_ALPHA = 1e-4, 1e4
 
 
 class Score(Part):
@@ -47,7 +47,7 @@ class Cosine(Score):
     needs_training = True
 
     def __post_init__(self) -> None:
-        number(self, "alpha", MOST_ALPHA, least=LEAST_ALPHA)
+        check_number(self, "alpha", MAX_ALPHA, least=MIN_ALPHA)
 
     def _shown(self, key: str, value: Any, default: Any) -> bool:
         return True  # the scale is what a reader looks for, default or not

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.attention import attention
-from isentrope.backends.sdpa import MOST_HEAD_DIM
+from isentrope.backends.sdpa import MAX_HEAD_DIM
 from isentrope.builder import calls_of, geometry
 from isentrope.core.call import Call
+from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
-from isentrope.core.precision import as_given, wide
 from isentrope.core.region import Region
 from isentrope.hf.capture import Seen
 from isentrope.scores import unit
@@ -59,7 +59,7 @@ def entropy(seen: Seen) -> Tensor:
     """Mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     seen = _widened(seen)
     # fused kernels know every recipe in fp32; "auto" would compile one for it on a GPU
-    fused = seen.q.is_cuda and seen.q.dtype == torch.float32 and seen.q.shape[-1] <= MOST_HEAD_DIM
+    fused = seen.q.is_cuda and seen.q.dtype == torch.float32 and seen.q.shape[-1] <= MAX_HEAD_DIM
     options = seen.options | {"backend": "sdpa" if fused else "auto", "return_entropy": True}
     _, aux = attention(seen.q, seen.k, seen.k, seen.recipe, **options)
     return aux.entropy.double().mean((0, 2))
@@ -131,7 +131,7 @@ def products(seen: Seen, window: Window, head: int | None = None) -> tuple[Tenso
 
 def _widened(seen: Seen) -> Seen:
     """In fp32: from queries and keys in bf16, the entropy of large scores would be off by tenths."""
-    return replace(seen, q=seen.q.to(wide(seen.q)), k=seen.k.to(wide(seen.k)))
+    return replace(seen, q=seen.q.to(accumulation_dtype(seen.q)), k=seen.k.to(accumulation_dtype(seen.k)))
 
 
 def _where(seen: Seen) -> tuple[Layout, Region]:
@@ -143,7 +143,7 @@ def _where(seen: Seen) -> tuple[Layout, Region]:
 def _branches(seen: Seen) -> list[Call]:
     """The attention as its backend is asked for it, with everything folded into queries and keys."""
     seen = _widened(seen)
-    with as_given(seen.q):
+    with autocast_disabled(seen.q):
         scale = seen.options.get("scale")
         return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolved(), *_where(seen), scale, False)
 
@@ -160,7 +160,7 @@ def _chunks(seen: Seen, first: int, last: int, multiple: int = 1) -> Iterator[sl
 def _scores(calls: list[Call], rows: slice) -> Tensor:
     """Scores of a few queries with all keys, (batch, heads, rows, keys); -inf where a key is not seen."""
     found: Tensor | float = -inf
-    with as_given(calls[0].q):
+    with autocast_disabled(calls[0].q):
         for call in calls:
             q = call.q[:, :, rows].unflatten(1, (call.k.shape[1], call.groups))
             score = (q.flatten(2, 3) @ call.k.mT).mul_(call.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)

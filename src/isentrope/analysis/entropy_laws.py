@@ -38,7 +38,7 @@ from isentrope import (
     theory,
 )
 from isentrope.temperatures import Temperature
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 RESULTS = "laws.json"
 # sets of keys the queries are spread over, one in memory at a time
@@ -136,7 +136,7 @@ def run(config: Config, out: Path) -> Path:
         },
         "rows": rows,
     }
-    with complete(out / RESULTS) as file:
+    with write_atomically(out / RESULTS) as file:
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return out / RESULTS
 

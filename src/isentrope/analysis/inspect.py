@@ -29,10 +29,16 @@ from isentrope.hf.layer import NAME
 from isentrope.hf.layer_plan import train_length
 from isentrope.models.gau.config import LEARNED, GAUAlphaConfig
 from isentrope.models.gau.modeling import GatedAttentionUnit
-from isentrope.pretrained import load_pretrained, read_config, read_tokenizer
+from isentrope.pretrained import (
+    load_pretrained,
+    read_config,
+    read_tokenizer,
+    resolve_model_device,
+    resolve_model_name,
+)
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -139,17 +145,17 @@ def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> 
 
 def _is_gau(name: str) -> bool:
     # published checkpoints do not say of which type they are
-    kind = read_config(check_model(name)).get("model_type", GAUAlphaConfig.model_type)
+    kind = read_config(resolve_model_name(name)).get("model_type", GAUAlphaConfig.model_type)
     return bool(kind == GAUAlphaConfig.model_type)
 
 
 def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str = "auto") -> Any:
     """GAU-α or a causal model from a folder or the hub, under its own recipe or this one."""
-    device, narrow = place_model(name, device, dtype)
+    device, narrow = resolve_model_device(name, device, dtype)
     if _is_gau(name):  # its recipe is a part of it
         # what another recipe learns may have no weights yet
         given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
-        return load_pretrained(AutoModelForMaskedLM, check_model(name), dtype=narrow, **given).to(device)
+        return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=narrow, **given).to(device)
     model: Any = causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
@@ -167,7 +173,7 @@ def read(path: Path, name: str, length: int) -> Text:
             if tokenizer is None:
                 # GAU-α is trained on pieces from the middle of texts, without marks around them
                 options = {"add_special_tokens": False, "split_special_tokens": True} if _is_gau(name) else {}
-                tokenizer = read_tokenizer(check_model(name))
+                tokenizer = read_tokenizer(resolve_model_name(name))
             tokens = tuple(tokenizer(document.text, verbose=False, **options)["input_ids"])
         if len(tokens) >= length:
             return Text(document.name, document.sha256, tokens[:length])
@@ -216,7 +222,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
         "run": provenance() | {"transformers": transformers.__version__},
     }
     results = out / "inspect.json"
-    with complete(results) as partial:
+    with write_atomically(results) as partial:
         partial.write_text(json.dumps(told, indent=1), encoding="utf-8")
     return results
 
@@ -256,7 +262,7 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
 
     def picture(kind: str, window: Window, array: Tensor, **numbers: float | None) -> None:
         path = out / f"{kind}.npy"
-        with complete(path) as partial, partial.open("wb") as file:
+        with write_atomically(path) as partial, partial.open("wb") as file:
             np.save(file, array.float().numpy(), allow_pickle=False)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         found["heatmaps"][kind] = {"file": path.name, "sha256": digest, **asdict(window), **numbers}

@@ -14,7 +14,7 @@ from isentrope.backends.merge import Kernel, Part
 from isentrope.backends.product import narrow, product
 from isentrope.core.call import Call
 from isentrope.core.compile import compiled
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 # scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
 SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -35,7 +35,7 @@ class Chunked(Kernel):
     """
 
     def forward(self, call: Call) -> Part:
-        dtype, factors = wide(call.q), narrow(call.q)
+        dtype, factors = accumulation_dtype(call.q), narrow(call.q)
         k, v = call.k.to(factors), call.v.to(factors)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
         lse = torch.full(call.q.shape[:-1], -torch.inf, dtype=dtype, device=call.q.device)
@@ -48,7 +48,7 @@ class Chunked(Kernel):
         return Part(out, lse)
 
     def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, factors = wide(call.q), narrow(call.q)
+        dtype, factors = accumulation_dtype(call.q), narrow(call.q)
         k, v = call.k.to(factors), call.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         anchor = torch.where(lse == -torch.inf, 0.0, lse)

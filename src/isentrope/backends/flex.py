@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from isentrope.backends.merge import Part, merge
 from isentrope.core.call import Call
 from isentrope.core.compile import compiled
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 BLOCK = 128
 # one kernel for all lengths: the one for few queries is another, and not to be had for every shape
@@ -50,7 +50,7 @@ def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 def _branch(call: Call) -> tuple[Tensor, Tensor]:
-    block_mask, spans = call.layout.remember(("blocks", call.region), lambda: _block_mask(call))
+    block_mask, spans = call.layout.cached(("blocks", call.region), lambda: _block_mask(call))
     score_mod = None if call.slopes is None else _bias(call)
     tensors, grouped = (call.q, call.k, call.v), call.groups > 1
     if call.q.is_cuda:
@@ -87,7 +87,7 @@ def _eager(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _bias(call: Call) -> Callable[..., Tensor]:
     assert call.slopes is not None
-    slopes = call.slopes.to(wide(call.q))
+    slopes = call.slopes.to(accumulation_dtype(call.q))
     batch = call.q.shape[0]
     query = call.layout.query.to(torch.int32).expand(batch, -1).contiguous()
     key = call.layout.key.to(torch.int32).expand(batch, -1).contiguous()

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from isentrope.core.call import Unfolded
-from isentrope.core.precision import readable, wide
+from isentrope.core.compile import values_are_readable
+from isentrope.core.dtypes import accumulation_dtype
 
 HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
 
@@ -25,7 +26,7 @@ def blank_padding(asked: Unfolded) -> Unfolded:
     queries, slots = layout.padding()
     q, k, v = asked.q, asked.k, asked.v
     if _inspectable(q, k, v):
-        first, last, some = layout.remember("padded edges", lambda: (*_edges(slots), bool(queries.any())))
+        first, last, some = layout.cached("padded edges", lambda: (*_edges(slots), bool(queries.any())))
         k, v = (x if _is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) else _blank(x, slots) for x in (k, v))
         q = q if not some or _is_small(q) else _finite(q, queries)
     else:
@@ -44,7 +45,7 @@ def _finite(q: Tensor, queries: Tensor) -> Tensor:
 def _inspectable(*tensors: Tensor) -> bool:
     """Whether values may be read without waiting for a device: not in a graph, nor under torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is None and all(
-        x.device.type == "cpu" and type(x) in (Tensor, Parameter) and readable(x) for x in tensors
+        x.device.type == "cpu" and type(x) in (Tensor, Parameter) and values_are_readable(x) for x in tensors
     )
 
 
@@ -56,4 +57,4 @@ def _edges(slots: Tensor) -> tuple[int, int]:
 
 def _is_small(x: Tensor) -> bool:
     """Whether all entries are finite, and so small that their products are finite too."""
-    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=wide(x)) < HARMLESS_NORM)
+    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=accumulation_dtype(x)) < HARMLESS_NORM)

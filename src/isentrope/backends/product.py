@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 
 def narrow(x: Tensor) -> torch.dtype:
     """What factors are rounded to: the dtype at hand on a GPU, whose tensor cores add up in fp32; wide on a CPU."""
-    return x.dtype if x.is_cuda else wide(x)
+    return x.dtype if x.is_cuda else accumulation_dtype(x)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b, (batch, heads, …) each, in wide precision: a score of 80 rounded to bf16 would be off by a quarter."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return Wide.apply(a, b)
-    return a.to(wide(a)) @ b.to(wide(a))
+    return a.to(accumulation_dtype(a)) @ b.to(accumulation_dtype(a))
 
 
 class Wide(torch.autograd.Function):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.call import Call
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 
 
 def refusal(calls: list[Call]) -> str | None:
@@ -15,7 +15,7 @@ def refusal(calls: list[Call]) -> str | None:
 
 def probabilities(calls: list[Call]) -> tuple[Tensor, Tensor]:
     """Attention weights and log-sum-exps over all branches; a query that sees nothing has weights 0 and lse -inf."""
-    dtype = wide(calls[0].q)
+    dtype = accumulation_dtype(calls[0].q)
     scores: Tensor | None = None
     for call in calls:
         k = call.k.repeat_interleave(call.groups, 1)

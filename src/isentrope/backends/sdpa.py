@@ -19,12 +19,12 @@ from isentrope.backends import merge
 from isentrope.backends.merge import Kernel, Part, lengthened
 from isentrope.core.call import Call
 from isentrope.core.compile import generation
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.region import Band
 
 aten = torch.ops.aten
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 CUDNN = torch.backends.cudnn.version() or 0
 ALL = Band(0, 0, 0, 0, inf, inf)  # what is seen is in the mask
 # entries of a chunk's mask held at once, and rows of a chunk: in more of them a band leaves more to mask
@@ -34,10 +34,8 @@ ROWS = 512
 
 def refusal(calls: list[Call]) -> str | None:
     q, v = calls[0].q, calls[0].v
-    if max(q.shape[-1], v.shape[-1]) > MOST_HEAD_DIM:
-        return (
-            f"fused kernels take head sizes up to {MOST_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
-        )
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        return f"fused kernels take head sizes up to {MAX_HEAD_DIM}, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
     if q.device.type not in ("cpu", "cuda"):
         return f"its kernels with a log-sum-exp are known on cpu and cuda, got {q.device.type}; use 'chunked'"
     if q.is_cuda and q.dtype == torch.float64:
@@ -81,7 +79,7 @@ def _half(call: Call) -> bool:
     """What FlashAttention takes at all."""
     size, kind = max(call.q.shape[-1], call.v.shape[-1]), call.q.dtype
     able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and generation(call.q.device) >= 8
-    return able and size % 8 == 0 and size <= MOST_HEAD_DIM
+    return able and size % 8 == 0 and size <= MAX_HEAD_DIM
 
 
 class Tile(NamedTuple):
@@ -103,7 +101,7 @@ class SDPA(Kernel):
             out, lse = _forward(_tile(call, band))
             return Part(out[..., : call.v.shape[-1]], lse, band.first)
         out = call.v.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
-        lse = torch.full(call.q.shape[:-1], -inf, dtype=wide(call.q), device=call.q.device)
+        lse = torch.full(call.q.shape[:-1], -inf, dtype=accumulation_dtype(call.q), device=call.q.device)
         for rows, _, tile in _masked(call):
             o, branch = _forward(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], branch
@@ -204,7 +202,7 @@ def _additive(call: Call, rows: slice | None, columns: slice | None) -> Tensor:
     # the first call of torch.broadcast_shapes imports half of torch, for seconds
     shape = visible.shape if bias is None else torch.broadcast_tensors(visible, bias)[0].shape
     # a distance bias has more digits than half precision; the CPU kernel takes it as it is
-    dtype = call.q.dtype if bias is None else wide(call.q)
+    dtype = call.q.dtype if bias is None else accumulation_dtype(call.q)
     mask = call.q.new_zeros(*shape[:-1], stride, dtype=dtype)[..., :width]
     if bias is not None:
         mask.copy_(bias)

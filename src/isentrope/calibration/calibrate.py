@@ -23,8 +23,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from isentrope.analysis.inspect import told_entropies
-from isentrope.calibration.optimize import Array, EndError, descend, knots
+from isentrope.calibration.optimize import EndError, descend, knots
 from isentrope.calibration.select import LAWS, LEVELS, choose, halves
+from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import (
     OPEN,
     PLAIN,
@@ -32,8 +33,6 @@ from isentrope.evaluation.perplexity import (
     audit,
     cell,
     described,
-    interval,
-    perplexities,
     read_held,
     same_model,
     under,
@@ -43,8 +42,7 @@ from isentrope.hf.introspection import probe
 from isentrope.hf.layer_plan import train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
-from isentrope.training.checkpoint import write_json
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically, write_json
 from isentrope.utils.provenance import provenance
 
 DIGITS = 4  # of a fitted τ
@@ -192,7 +190,7 @@ class _Calibration:
         }
         self.save()
         if self.out is not None:
-            with complete(self.out / "recipe.txt") as partial:
+            with write_atomically(self.out / "recipe.txt") as partial:
                 partial.write_text(f"{laws[chosen]}\n", encoding="utf-8")
         return Result(laws[chosen], chosen, reason, self.data)
 
@@ -314,11 +312,11 @@ class _Calibration:
 
     def row(self, name: str, recipe: Recipe, losses: dict[str, Array]) -> dict[str, Any]:
         """A candidate: its τ, and its held-out perplexity per bucket and beyond, also against others in per cent."""
-        mean, low, high = (perplexities(x) for x in interval(losses[name], self.config.seed))
+        mean, low, high = (finite_perplexities(x) for x in mean_interval(losses[name], self.config.seed))
         against = {}
         for other in ("none", "infoscale"):
-            change = interval(losses[name] - losses[other], self.config.seed)
-            percent = [(100 * np.expm1(x)).tolist() for x in change]
+            change = mean_interval(losses[name] - losses[other], self.config.seed)
+            percent = [percent_change(x) for x in change]
             against[other] = dict(zip(("percent", "low", "high"), percent, strict=True))
         told = {"name": name, "key": _key(recipe), "recipe": recipe.to_dict(), "tau": self.curve(recipe)}
         return told | {"perplexity": mean, "low": low, "high": high, "against": against}

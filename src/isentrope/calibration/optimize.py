@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.perplexity import differentiable_losses
 from isentrope.hf.learned_temperature import checkpointed, tempered
 from isentrope.recipe import Recipe
 
-Array = NDArray[np.float64]
 EVALUATIONS = 24  # at most, of one law
 CLOSE = 2e-5  # nats: a step that gains less is the last
 STILL = 1e-3  # of ln τ: a step that is shorter too, for in half precision losses are no smoother than that

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isentrope.calibration.optimize import Array
-from isentrope.evaluation.perplexity import Text, interval
+from isentrope.evaluation.metrics import Array, mean_interval
+from isentrope.evaluation.perplexity import Text
 
 LAWS, LEVELS = ("none", "infoscale", "logn"), ("scalar", "layer", "head")  # from the simplest on
 TIE = 1e-3  # nats a token: what is closer is a tie, however sure
@@ -40,7 +40,7 @@ def choose(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
     best = min(means, key=lambda name: means[name])
 
     def clearly_worse(name: str) -> bool:
-        mean, low, _ = interval(losses[name] - losses[best], seed)
+        mean, low, _ = mean_interval(losses[name] - losses[best], seed)
         return bool(mean > TIE and low > 0)
 
     chosen = next(

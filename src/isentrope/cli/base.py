@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from isentrope.utils.extras import MissingExtraError, named_extras
-from isentrope.utils.files import explain
+from isentrope.utils.files import explain_os_error
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
@@ -34,7 +34,7 @@ def errors_in_one_line() -> Iterator[None]:
         typer.echo("isentrope: interrupted; the same command goes on with what is missing", err=True)
         raise typer.Exit(130) from None
     except (ValueError, OSError, MissingExtraError) as error:
-        words = explain(error) if isinstance(error, OSError) else str(error)
+        words = explain_os_error(error) if isinstance(error, OSError) else str(error)
         typer.echo(f"isentrope: {words.strip().partition(chr(10))[0]}", err=True)
         raise typer.Exit(2) from None
 

@@ -29,6 +29,13 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def values_are_readable(x: Tensor) -> bool:
+    """Return whether control flow may depend on x's values: not while a graph is traced or captured."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 @cache
 def generation(device: torch.device) -> int:
     """Of an NVIDIA card: 8 is Ampere and Ada, 9 Hopper."""

@@ -1,14 +1,29 @@
-"""In which precision saved weights are loaded: float32 in place of half precision on a CPU."""
+"""Choose dtypes: of intermediate results, and of the weights a model is loaded with."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("isentrope")
 HALF = (torch.bfloat16, torch.float16)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of temperatures, angles and sums over x: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast on x's device: it would round what is kept in fp32 on purpose."""
+    kind = x.device.type
+    if kind in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def cpu_dtype(

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import readable
+from isentrope.core.compile import values_are_readable
 from isentrope.core.region import Region, Span
-from isentrope.parts import shown
+from isentrope.utils.text import format_value
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
 Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
 # layouts kept between calls, and what is kept with each: angles and block masks grow with the length
-MOST_LAYOUTS = 2
-MOST_MEMORIES = 16
+MAX_LAYOUTS = 2
+MAX_CACHED_VALUES = 16
 _ABSENT = object()
 
 
@@ -120,7 +120,7 @@ class Layout:
         inside = (slots >= low) & (slots < high)
         inside, low, key = torch.broadcast_tensors(inside, low, self.key)
         same = inside[:, 1:] & inside[:, :-1] & (low[:, 1:] == low[:, :-1])
-        if readable(key) and bool((same & (key[:, 1:] < key[:, :-1])).any()):
+        if values_are_readable(key) and bool((same & (key[:, 1:] < key[:, :-1])).any()):
             raise ValueError(
                 "position_ids: expected key positions that do not decrease within a row (or within a document: "
                 "pass mask=Document(ids) for packed rows), got a decrease"
@@ -132,7 +132,7 @@ class Layout:
         )
         self._sorted = (order.contiguous(), self.frame_low * stride)
 
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returned the first time: calls that share a layout, as the layers of a model do, share it."""
         if torch.compiler.is_compiling():
             return make()
@@ -143,7 +143,7 @@ class Layout:
         with _lock:
             self._memory.pop(key, None)
             self._memory[key] = made  # the last again
-            while len(self._memory) > MOST_MEMORIES:
+            while len(self._memory) > MAX_CACHED_VALUES:
                 del self._memory[next(iter(self._memory))]
         return made
 
@@ -154,7 +154,7 @@ class Layout:
 
     def padding(self) -> tuple[Tensor, Tensor]:
         """Queries (batch or 1, queries) that stand at no token, and slots (batch or 1, keys) that no query sees."""
-        return self.remember("padding", self._padding)
+        return self.cached("padding", self._padding)
 
     def _padding(self) -> tuple[Tensor, Tensor]:
         queries = (self.own_slot < self.frame_low) | (self.own_slot >= self.frame_high)
@@ -173,7 +173,7 @@ class Layout:
 
     def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
         """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
-        return self.remember(("bounds", region), lambda: self._bounds(region))
+        return self.cached(("bounds", region), lambda: self._bounds(region))
 
     def visible(self, region: Region, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Visible pairs, (batch or 1, 1, rows, columns)."""
@@ -240,7 +240,7 @@ class Layout:
         """n for each query (batch or 1, queries): keys seen, keys of the row, or position + 1."""
         if what == "visible":
             low, high = self.bounds(region)
-            return self.remember(("count", region), lambda: (high - low).sum(-1))
+            return self.cached(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if what == "position" else self.frame_high - self.origin
 
     @property
@@ -259,7 +259,9 @@ def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows:
     """A layout; the last few of whole, unpadded rows are kept, for they return with every layer and step."""
     given = any(value is not None and value is not False for value in rows.values())
     probe = torch.empty(0, device=device)
-    if given or type(probe) is not Tensor or not readable(probe):  # padded, or a graph is being traced or captured
+    if (
+        given or type(probe) is not Tensor or not values_are_readable(probe)
+    ):  # padded, or a graph is being traced or captured
         return Layout(batch, queries, keys, device, **rows)
     key = (batch, queries, keys, device)
     with _lock:
@@ -268,7 +270,7 @@ def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows:
             with torch.inference_mode(False):
                 layout = Layout(batch, queries, keys, device)
         _recent[key] = layout  # the last again
-        while len(_recent) > MOST_LAYOUTS:
+        while len(_recent) > MAX_LAYOUTS:
             _recent.popitem(last=False)
     return layout
 
@@ -280,14 +282,14 @@ def token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
     last = mask.shape[1] - 1 - seen.flip(1).argmax(1, keepdim=True)
     count = seen.sum(1, keepdim=True)
     last = torch.where(count == 0, first - 1, last)
-    if readable(mask) and bool((count != last - first + 1).any()):
+    if values_are_readable(mask) and bool((count != last - first + 1).any()):
         raise ValueError("attention_mask: expected padding on the left or right of each row, got it between tokens")
     return first, last
 
 
 def token_frames(mask: Tensor) -> Frames | None:
     """Frames of rows that a mask (batch, slots) pads; None where it is known to pad nothing."""
-    if readable(mask) and bool(mask.all()):
+    if values_are_readable(mask) and bool(mask.all()):
         return None
     first, last = token_span(mask)
     slots = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
@@ -298,7 +300,7 @@ def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) ->
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: expected a tensor of integers, got {shown(value)}") from error
+        raise ValueError(f"{name}: expected a tensor of integers, got {format_value(value)}") from error
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
     return tensor.to(device=device, dtype=torch.int64)
@@ -308,7 +310,7 @@ def _check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, devic
     count = _integers(lengths, "lengths", device)
     if count.shape != (batch,):
         raise ValueError(f"lengths: expected shape ({batch},), one number a row, got {tuple(count.shape)}")
-    if readable(count) and bool(((count < 0) | (count > keys)).any()):
+    if values_are_readable(count) and bool(((count < 0) | (count > keys)).any()):
         raise ValueError(f"lengths: expected values in 0 … {keys} (the number of keys), got {count.tolist()}")
     return count
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from isentrope.core.compile import compiled, runs_triton
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.scores import unit
 
 Angles = tuple[Tensor, Tensor]
@@ -96,7 +96,7 @@ class Folded(torch.autograd.Function):
 def _fold(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool
 ) -> Tensor:
-    y = x.to(wide(x))
+    y = x.to(accumulation_dtype(x))
     if normalise:
         y = unit(y)
     if cos is not None and sin is not None:

@@ -19,7 +19,7 @@ from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, store_paths, tokenize
 from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
 from isentrope.pretrained import read_tokenizer
-from isentrope.utils.files import BrokenFileError, complete, read_fields, read_json
+from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -111,7 +111,7 @@ def prepare(source: Source, out: Path, options: PrepareOptions, notify: Callable
         "run": provenance(),
         "documents": [{"set": name} | row for name, row in zip(sets.tolist(), rows, strict=True)],
     }
-    with complete(out / MANIFEST) as partial:
+    with write_atomically(out / MANIFEST) as partial:
         partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     return out / MANIFEST
 

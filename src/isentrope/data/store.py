@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isentrope.data.corpus import CorpusError, Document
-from isentrope.utils.files import complete, read_fields
+from isentrope.utils.files import read_fields, write_atomically
 
 MAX_BATCH_TEXTS, MAX_BATCH_CHARACTERS = 64, 1 << 19  # tokenized at once; a longer text goes alone
 TOKENS_PER_COUNT = 1 << 22  # counted at once

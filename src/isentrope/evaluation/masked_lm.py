@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from isentrope.data.prepared import Documents
+from isentrope.evaluation.metrics import summarize_predictions
 
 PROTOCOLS = ("single", "random")
 TOKENS = {"cpu": 1 << 13, "cuda": 1 << 19}  # of one forward pass, at most
-DRAWS = 2000  # of the bootstrap
 
 
 class UnmeasurableError(RuntimeError):
@@ -101,18 +100,7 @@ def _score(
     return Score(sha256, hidden.numel(), loss.item(), int(hits))
 
 
-def summary(scores: Sequence[Score], seed: int = 0) -> dict[str, float]:
+def summarize_scores(scores: Sequence[Score], seed: int = 0) -> dict[str, float]:
     """PPL and ACC over all predictions, with 95 % intervals by bootstrap over documents."""
-    count, loss, hits = (np.array([getattr(score, name) for score in scores]) for name in ("count", "loss", "hits"))
-    draws = np.random.default_rng(seed).integers(0, len(scores), (DRAWS, len(scores)))
-    found: dict[str, float] = {}
-    for name, values in (("ppl", loss), ("acc", hits)):
-        mean, drawn = values.sum() / count.sum(), values[draws].sum(1) / count[draws].sum(1)
-        low, high = np.percentile(drawn, (2.5, 97.5))
-        for key, value in ((name, mean), (f"{name}_low", low), (f"{name}_high", high)):
-            found[key] = _exp(float(value)) if name == "ppl" else float(value)
-    return found
-
-
-def _exp(x: float) -> float:
-    return exp(x) if x < 700 else inf
+    counts, losses, hits = zip(*((score.count, score.loss, score.hits) for score in scores), strict=True)
+    return summarize_predictions(counts, losses, hits, seed)

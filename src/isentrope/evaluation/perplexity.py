@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,15 @@ from isentrope.data.corpus import read_documents
 from isentrope.evaluation.loading import causal_model, check_model, place, place_model
 from isentrope.hf.extend import extended
 from isentrope.hf.layer_plan import train_length
-from isentrope.pretrained import check_finite, read_tokenizer
+from isentrope.pretrained import (
+    check_finite,
+    read_tokenizer,
+    resolve_device,
+    resolve_model_device,
+    resolve_model_name,
+)
 from isentrope.recipe import Recipe
-from isentrope.utils.files import BrokenFileError, complete, read_fields
+from isentrope.utils.files import BrokenFileError, read_fields, write_atomically
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -38,7 +43,6 @@ logger = logging.getLogger("isentrope")
 PLAIN = "plain"
 AGAIN = "run the same command again, which measures anew"
 LOGITS_AT_ONCE = 1 << 26  # entries of the logits held at a time
-DRAWS = 2000  # of the bootstrap
 OPEN = {"train_length": 2, "heads": 1, "dim": 4}  # in place of what a recipe leaves to the model
 
 
@@ -92,14 +96,14 @@ class Text:
 
 def load(name: str, device: str, dtype: str, gguf_file: str | None = None) -> PreTrainedModel:
     """A causal model from a folder or the hub, where it is to be and in the dtype it is to have."""
-    device, narrow = place(device, dtype) if gguf_file else place_model(name, device, dtype)
+    device, narrow = resolve_device(device, dtype) if gguf_file else resolve_model_device(name, device, dtype)
     model: Any = causal_model(name, narrow, gguf_file)
     return model.to(device)
 
 
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    return read_tokenizer(check_model(name), **options)
+    return read_tokenizer(resolve_model_name(name), **options)
 
 
 def described(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -233,7 +237,7 @@ def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
     def loss(part: Tensor, targets: Tensor) -> Tensor:
         logits = head(part)
-        return F.cross_entropy(logits.to(wide(logits)), targets, reduction="none")
+        return F.cross_entropy(logits.to(accumulation_dtype(logits)), targets, reduction="none")
 
     run = partial(checkpoint, loss, use_reentrant=False) if torch.is_grad_enabled() else loss
     losses = [
@@ -297,8 +301,8 @@ def summary(data: dict[str, Any]) -> dict[str, Any]:
         losses.setdefault(cell["recipe"], {})[cell["text"]] = np.array(cell["loss"]) / counts
     rows = []
     for recipe, found in losses.items():
-        mean, low, high = interval(np.array(list(found.values())), seed)
-        ppl = {"perplexity": perplexities(mean), "low": perplexities(low), "high": perplexities(high)}
+        ends = map(finite_perplexities, mean_interval(np.array(list(found.values())), seed))
+        ppl = dict(zip(("perplexity", "low", "high"), ends, strict=True))
         bits = _bits_per_byte([cell for cell in cells if cell["recipe"] == recipe])
         rows.append({"recipe": recipe, "texts": len(found), **ppl, "bits_per_byte": bits})
     paired = [_change(losses, *pair, seed) for pair in _without_temperature(list(losses))]
@@ -322,7 +326,7 @@ def _change(
     if not both:
         return None
     change = np.array([losses[recipe][text] - losses[against][text] for text in both])
-    percent = [(100 * np.expm1(x)).tolist() for x in interval(change if weights is None else change @ weights, seed)]
+    percent = [percent_change(x) for x in mean_interval(change if weights is None else change @ weights, seed)]
     return {"recipe": recipe, "against": against} | dict(zip(("percent", "low", "high"), percent, strict=True))
 
 
@@ -330,14 +334,7 @@ def _bits_per_byte(cells: list[dict[str, Any]]) -> list[float] | None:
     if any(cell.get("bytes") is None for cell in cells):
         return None
     losses, sizes = (np.sum([cell[key] for cell in cells], 0) for key in ("loss", "bytes"))
-    return [float(x) for x in losses / log(2) / np.maximum(sizes, 1)]
-
-
-def interval(values: Any, seed: int) -> tuple[Any, Any, Any]:
-    """Mean over texts, and the bootstrap's 2.5 and 97.5 percentiles of it."""
-    draws = np.random.default_rng(seed).integers(0, len(values), (DRAWS, len(values)))
-    low, high = np.percentile(values[draws].mean(1), (2.5, 97.5), axis=0)
-    return values.mean(0), low, high
+    return bits_per_byte(losses, sizes)
 
 
 def _without_temperature(recipes: list[str]) -> Iterator[tuple[str, str]]:
@@ -348,10 +345,6 @@ def _without_temperature(recipes: list[str]) -> Iterator[tuple[str, str]]:
         for other, candidate in parsed.items():
             if recipe.temperature is not None and candidate == bare:
                 yield text, other
-
-
-def perplexities(losses: Any) -> list[float]:
-    return [exp(min(x, log(1e300))) for x in losses.tolist()]
 
 
 def read_held(results: Path, *needed: str) -> dict[str, Any] | None:
@@ -380,5 +373,5 @@ def _held(results: Path, head: dict[str, Any]) -> dict[tuple[str, str], dict[str
 
 
 def _save(path: Path, data: dict[str, Any]) -> None:
-    with complete(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text(json.dumps(data, indent=1), encoding="utf-8")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import isfinite, sqrt
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from isentrope.data.corpus import read_documents
 from isentrope.data.needles import DEPTH_TASKS, TASKS, Example, ExampleDraft, Haystack, draft_example, fill_to_length
 from isentrope.evaluation.masked_lm import UnmeasurableError
+from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
-from isentrope.training.checkpoint import write_json
-from isentrope.utils.files import read_fields
+from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -29,7 +29,6 @@ SCORES = ("both", "forced")
 # before a chat template: those that tell the date make the same prompts on every day
 ONE_DAY = "{%- macro strftime_now(format) -%}01 January 2025{%- endmacro -%}"
 SLACK = 8  # tokens a reply may have beyond those of each answer
-Z = 1.959964  # of a 95 % interval
 Cell = tuple[str, int, float | None]  # task, length, depth
 Key = tuple[str, str, int, float | None]  # recipe and cell
 KEY = ("recipe", "task", "length", "depth")
@@ -335,7 +334,7 @@ def _numbers(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shares = [example["share"] for example in examples if "share" in example]
     generated = count > 0 and len(shares) == count
     hits = sum(share == 1 for share in shares) if generated else None
-    low, high = (None, None) if hits is None else wilson(hits, count)
+    low, high = (None, None) if hits is None else wilson_interval(hits, count)
     answer = sum(example["answer"] for example in examples)
     return {
         "count": count,
@@ -348,13 +347,6 @@ def _numbers(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "logprob": sum(example["logprob"] for example in examples) / answer if count else None,
         "tokens": [pick(example["tokens"] for example in examples) for pick in (min, max)] if count else None,
     }
-
-
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), p = hits / n, z = 1.96. E. B. Wilson, 1927."""
-    p, each = hits / count, Z * Z / count
-    middle, reach = p + each / 2, Z * sqrt(p * (1 - p) / count + each / (4 * count))
-    return max(0.0, (middle - reach) / (1 + each)), min(1.0, (middle + reach) / (1 + each))
 
 
 def _measured(cell: dict[str, Any] | None, score: str) -> bool:

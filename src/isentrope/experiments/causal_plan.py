@@ -20,7 +20,7 @@ from isentrope.evaluation import perplexity, retrieval
 from isentrope.evaluation.perplexity import OPEN, PLAIN, read_held
 from isentrope.hf.layer_plan import train_length
 from isentrope.recipe import Recipe
-from isentrope.training.checkpoint import write_json
+from isentrope.utils.files import write_json
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER = ("model", "gguf_file", "dtype", "device", "chat")

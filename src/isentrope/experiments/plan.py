@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from isentrope.evaluation.loading import config_of
 from isentrope.evaluation.masked_lm import Protocol
 from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
+from isentrope.pretrained import read_config_as
 from isentrope.training.config import configured
 
 PLANS = files("isentrope.experiments") / "plans"
@@ -259,7 +259,7 @@ def changed(plan: Plan, lengths: str | None, positions: int | None, seeds: str |
 def single(model: str, recipes: Iterable[str], lengths: str, positions: int, protocol: str) -> Plan:
     """One model under several recipes."""
     rows = tuple(Row(recipe, "plain", "model", recipe) for recipe in recipes)
-    trained = config_of(GAUAlphaConfig, model).max_position_embeddings
+    trained = read_config_as(GAUAlphaConfig, model).max_position_embeddings
     return Plan(
         name="-".join(("evaluate", *Path(model).parts[-2:])).replace("/", ""),
         title=f"{Path(model).name} under {len(rows)} recipes",

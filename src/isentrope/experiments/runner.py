@@ -26,17 +26,23 @@ from isentrope.calibration.masked_lm import fit
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
-from isentrope.evaluation.loading import check_tokens, config_of, place
-from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summary
+from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summarize_scores
 from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
 from isentrope.experiments.plan import Checkpoint, Plan, Row
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import gau_recipe
-from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
-from isentrope.training.checkpoint import read_log, write_json
+from isentrope.pretrained import (
+    check_same_tokens,
+    check_tensors,
+    load_pretrained,
+    read_config_as,
+    read_tokenizer,
+    resolve_device,
+)
+from isentrope.training.checkpoint import read_log
 from isentrope.training.config import HOW, configured
 from isentrope.training.trainer import Diverged, train
-from isentrope.utils.files import BrokenFileError, claimed, complete, read_fields, read_json
+from isentrope.utils.files import BrokenFileError, lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
@@ -81,7 +87,7 @@ def run(
     state = PartialState()
     prepared = _corpus(plan, out, data)
     trained = checkpoints(plan, prepared, out, say, compile)
-    dtype = place(state.device.type)[1]
+    dtype = resolve_device(state.device.type)[1]
     cells = list(_cells(plan, prepared, trained, dtype))
     if state.is_main_process:
         (out / plan.name).mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ def checkpoints(
                 continue
             # by what it is trained with: a plan of other seeds may want the same
             name = f"{checkpoint.name}-{seed if checkpoint.seeded else 0}"
-            with claimed(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
+            with lock_file(out / "locks" / name, wait) if alone else nullcontext(True) as mine:
                 if not mine:
                     continue
                 model = _checkpoint(checkpoint, seed, found, prepared, out, say, compile)
@@ -176,8 +182,8 @@ def _checkpoint(
                 raise ValueError(f"checkpoint {checkpoint.name}: expected {file}, got no such file")
             content.update(file.read_bytes())
         check_tensors(folder / "model.safetensors")
-        config_of(GAUAlphaConfig, folder)
-        check_tokens(folder, read_tokenizer(prepared.tokenizer_path))
+        read_config_as(GAUAlphaConfig, folder)
+        check_same_tokens(folder, read_tokenizer(prepared.tokenizer_path))
         return Trained(checkpoint.name, seed, folder, content.hexdigest()[:16])
     options = dict(checkpoint.train)
     start = found.get((str(options.get("model")), seed))
@@ -248,7 +254,7 @@ def _in_turn(groups: list[list[Cell]], out: Path, helps: bool) -> Iterator[Cell]
     busy: list[list[Cell]] = []
     for round, wait in ((groups, False),) if helps else ((groups, False), (busy, True)):
         for group in round:
-            with claimed(out / "locks" / group[0].key, wait) as mine:
+            with lock_file(out / "locks" / group[0].key, wait) as mine:
                 if mine:
                     yield from group
                 else:
@@ -308,7 +314,7 @@ class _Evaluation:
             raise UnmeasurableError(f"no test document has {cell.length} tokens")
         if not all(isfinite(score.loss) for score in scores):
             raise UnmeasurableError("the loss is not a number")
-        found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summary(scores)
+        found |= {"documents": [asdict(score) for score in scores], "skipped": skipped} | summarize_scores(scores)
         if self.plan.entropy:
             long = [i for i in range(len(self.documents)) if self.documents.lengths[i] >= cell.length][:LOOKED_AT]
             ids = torch.stack([torch.from_numpy(self.documents[i][: cell.length].astype("int64")) for i in long])
@@ -321,7 +327,7 @@ class _Evaluation:
         wanted = cell.trained.folder, cell.row.recipe
         if self.loaded[0] != wanted:
             self.loaded = (None, None)  # not two at a time
-            sizes = config_of(GAUAlphaConfig, cell.trained.folder)
+            sizes = read_config_as(GAUAlphaConfig, cell.trained.folder)
             # what the text leaves open is the plan's training length, whatever the model's config says
             recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
             options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
@@ -343,7 +349,7 @@ def _assemble(
     folder = out / plan.name
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("results.jsonl", results), ("timings.jsonl", timings)):
-        with complete(folder / name) as partial:
+        with write_atomically(folder / name) as partial:
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     manifest = prepared.manifest
     write_json(folder / "plan.json", {

@@ -8,7 +8,7 @@ from typing import Any
 
 from isentrope.hf.layer import NAME
 from isentrope.recipe import KINDS, Recipe
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 CARD = "README.md"
 WRITTEN_BY_US = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"
@@ -19,7 +19,7 @@ def write_card(folder: Path, config: Any) -> None:
     path = folder / CARD
     if path.exists() and WRITTEN_BY_US not in path.read_text(encoding="utf-8", errors="replace"):
         return
-    with complete(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text(render_card(config), encoding="utf-8")
 
 

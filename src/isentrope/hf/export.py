@@ -20,7 +20,7 @@ from isentrope.positions import NTK, PI, RoPE, YaRN
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Constant, YaRNTemperature
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 REMOTE_CODE = '''"""Lets transformers read this model, with trust_remote_code, where isentrope is installed."""
 
@@ -50,7 +50,7 @@ def export(model: nn.Module, folder: str | Path, *, remote_code: bool = False, *
     if folder.exists():
         raise ValueError(f"folder: expected one that does not exist yet, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with complete(folder) as partial:
+    with write_atomically(folder) as partial:
         if remote_code:
             inner.save_pretrained(partial, **options)
             _add_remote_code(partial)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.attention import BACKENDS, RAW
-from isentrope.core.precision import readable
+from isentrope.core.compile import values_are_readable
 from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.introspection import Attending, configs, probe, unrotated
 from isentrope.hf.layer import NAME, Layer, Together
@@ -183,7 +183,7 @@ class _Unrotated:
         positions = given["position_ids"]
         if positions.dim() > 2:
             positions = _text_positions(positions)
-        if self.consecutive and readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
+        if self.consecutive and values_are_readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
             raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
         return unrotated(module, args, kwargs, output)
 
@@ -191,7 +191,7 @@ class _Unrotated:
 def _text_positions(positions: Tensor) -> Tensor:
     """Positions (axes, batch, tokens) of a model that also reads images; in text the axes are equal."""
     text = (positions == positions[:1]).all()
-    if not readable(text):
+    if not values_are_readable(text):
         torch._assert_async(
             text, "position_ids that differ by axis (images) are not supported where keys are cached raw"
         )

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isentrope.attention import attention
+from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Layout
-from isentrope.core.precision import readable
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.hf.mask import frames_mask, layout_for
 from isentrope.hf.rope import Rope
@@ -153,7 +153,7 @@ class Layer(nn.Module):
 
     def placed(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
         """Where the tokens of a call stand; looked at once a forward pass, whose layers are handed the same tensors."""
-        if type(query) is not Tensor or not readable(query):
+        if type(query) is not Tensor or not values_are_readable(query):
             return self._placed(query, key, mask, position_ids)
         # ids made in inference mode have no version to tell whether they were changed: there a pass goes on as long as
         # later layers ask
@@ -265,7 +265,7 @@ def _place(layout: Layout, position_ids: Tensor, evicting: bool) -> Layout:
     frame = layout.origin.expand_as(layout.query)
     # within a frame, positions may start anywhere; they must only go up by one
     steady = (shift[:, 1:] == shift[:, :-1]) | (frame[:, 1:] != frame[:, :-1]) | ~(inside[:, 1:] & inside[:, :-1])
-    if not readable(steady):
+    if not values_are_readable(steady):
         torch._assert_async(
             steady.all(), "position_ids that jump are not supported in a compiled model whose keys are cached raw"
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Frames, Layout, layout_of, runs, token_span
-from isentrope.core.precision import readable
 
 _layouts: Any = WeakTensorKeyDictionary()  # by mask: the layers of a forward pass are handed the same
 PLAIN = (causal_mask_function, bidirectional_mask_function)
@@ -92,7 +92,7 @@ def _refused(why: str) -> str:
 
 def _any_padding(mask: Tensor | None) -> bool:
     """Whether a mask leaves anything out; yes when it may not be looked at."""
-    return mask is not None and not (readable(mask) and bool(mask.all()))
+    return mask is not None and not (values_are_readable(mask) and bool(mask.all()))
 
 
 def _documents(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor | None:
@@ -107,7 +107,7 @@ def _documents(function: Callable[..., Any], batch: int, length: int, device: to
     head = torch.zeros((), dtype=torch.int64, device=device)
     later = torch.arange(1, length, device=device)[None]
     joined = torch.as_tensor(function(rows, head, later, later - 1)).expand(batch, length - 1)
-    if readable(joined):
+    if values_are_readable(joined):
         ahead = torch.as_tensor(function(rows, head, later - 1, later)).expand(batch, length - 1)
         if bool(ahead.any()) and not torch.equal(ahead, joined):
             raise ValueError(_refused("some tokens see ahead and others do not"))

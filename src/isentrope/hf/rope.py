@@ -126,7 +126,7 @@ class Rope:
         if layout is None or torch.compiler.is_compiling():
             cos, sin = make()
         else:
-            cos, sin = layout.remember((self.token(), self.rounded, _Same(position), x.dtype), make)
+            cos, sin = layout.cached((self.token(), self.rounded, _Same(position), x.dtype), make)
         return rotate(x.float() if self.widened else x, cos, sin, self.interleaved).to(x.dtype)
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.core.precision import constant
-from isentrope.parts import MOST_BASE, choice, number, shown, whole
+from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
+from isentrope.utils.text import format_value
 
 # weights are dim/2 × hidden, and every t up to max_factor is a few small steps
 MOST_DIM, MOST_HIDDEN, MOST_DRAWN = 1 << 12, 1 << 14, 1 << 16
@@ -46,17 +47,19 @@ class CLEX(nn.Module, Position):
         self._path: tuple[Any, Tensor] | None = None
         self.dim, self.train_length, self.max_factor, self.hidden = dim, train_length, max_factor, hidden
         self.base, self.layout, self.rotary_dim = base, layout, rotary_dim
-        whole(self, "dim", 4, MOST_DIM)
-        whole(self, "train_length", 1)
-        whole(self, "max_factor", 1, MOST_DRAWN)
-        number(self, "base", MOST_BASE, above=1)
-        choice(self, "layout", LAYOUTS)
+        check_integer(self, "dim", 4, MOST_DIM)
+        check_integer(self, "train_length", 1)
+        check_integer(self, "max_factor", 1, MOST_DRAWN)
+        check_number(self, "base", MAX_BASE, above=1)
+        check_choice(self, "layout", LAYOUTS)
         if self.dim % 2:
             raise ValueError(f"CLEX(dim=…): expected an even number, got {self.dim}")
         if rotary_dim is not None and rotary_dim != dim:
-            raise ValueError(f"CLEX(rotary_dim=…): expected the same as dim={dim}, or None, got {shown(rotary_dim)}")
+            raise ValueError(
+                f"CLEX(rotary_dim=…): expected the same as dim={dim}, or None, got {format_value(rotary_dim)}"
+            )
         if hidden is not None:
-            whole(self, "hidden", 1, MOST_HIDDEN)
+            check_integer(self, "hidden", 1, MOST_HIDDEN)
         pairs = self.dim // 2
         self.up = nn.Linear(pairs, self.hidden or pairs, bias=False)
         self.down = nn.Linear(self.hidden or pairs, pairs, bias=False)

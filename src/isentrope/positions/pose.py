@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isentrope.parts import Part, whole
+from isentrope.parts import Part, check_integer
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PoSE(Part):
     target_length: int = 4096
 
     def __post_init__(self) -> None:
-        whole(self, "target_length", 1)
+        check_integer(self, "target_length", 1)
 
     def sample(self, batch: int, length: int, generator: torch.Generator | None = None) -> Tensor:
         """Position ids (batch, length), increasing along each row."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.region import band
-from isentrope.parts import MOST_FACTOR, number, whole
+from isentrope.parts import MAX_FACTOR, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary
 from isentrope.positions.rope import Rotary
 
@@ -28,7 +28,7 @@ class NearAndFar(Rotary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "window", 1)
+        check_integer(self, "window", 1)
 
     def idle(self, length: int) -> bool:
         return length <= self.window
@@ -71,7 +71,7 @@ class LeakyReRoPE(NearAndFar):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "leak", MOST_FACTOR, least=1)
+        check_number(self, "leak", MAX_FACTOR, least=1)
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         shift = sign * self.window * (1 - 1 / self.leak)
@@ -86,7 +86,7 @@ class SelfExtend(NearAndFar):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "group", 1)
+        check_integer(self, "group", 1)
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         shift = sign * (self.window - self.window // self.group)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isentrope.core.precision import constant
-from isentrope.parts import MOST_BASE, MOST_FACTOR, MOST_HEAD_DIM, choice, flag, number, whole
+from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 
 LAYOUTS = ("half", "interleaved")
-MOST_TURNS = 1e6  # of a pair within the original length
+MAX_TURNS = 1e6  # of a pair within the original length
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Rotary(Position):
     rotates = True
 
     def __post_init__(self) -> None:
-        number(self, "base", MOST_BASE, above=1)
-        choice(self, "layout", LAYOUTS)
+        check_number(self, "base", MAX_BASE, above=1)
+        check_choice(self, "layout", LAYOUTS)
         if self.rotary_dim is not None:
-            whole(self, "rotary_dim", 2, MOST_HEAD_DIM)
+            check_integer(self, "rotary_dim", 2, MAX_HEAD_DIM)
             if self.rotary_dim % 2:
                 raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
 
@@ -103,7 +103,7 @@ class PI(Rotary):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", MOST_FACTOR, least=1)
+        check_number(self, "factor", MAX_FACTOR, least=1)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return super().frequencies(head_dim, length, dtype, device) / self.factor
@@ -123,7 +123,7 @@ class TrainedLength(Rotary):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.original_length is not None:
-            whole(self, "original_length", 1)
+            check_integer(self, "original_length", 1)
 
     def resolved(self, train_length: int | None) -> Self:
         if self.original_length is None and train_length is not None:
@@ -153,8 +153,8 @@ class NTK(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", MOST_FACTOR, least=1)
-        flag(self, "dynamic")
+        check_number(self, "factor", MAX_FACTOR, least=1)
+        check_bool(self, "dynamic")
 
     @property
     def keys_cacheable(self) -> bool:  # type: ignore[override]
@@ -193,9 +193,9 @@ class YaRN(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "factor", MOST_FACTOR, least=1)
-        number(self, "beta_fast", MOST_TURNS, least=1 / MOST_TURNS)
-        number(self, "beta_slow", MOST_TURNS, least=1 / MOST_TURNS)
+        check_number(self, "factor", MAX_FACTOR, least=1)
+        check_number(self, "beta_fast", MAX_TURNS, least=1 / MAX_TURNS)
+        check_number(self, "beta_slow", MAX_TURNS, least=1 / MAX_TURNS)
 
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)

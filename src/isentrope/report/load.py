@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isentrope.utils.files import AGAIN, read_json
+from isentrope.utils.files import RERUN_REMEDY, read_json
 
 PROTOCOLS = {"single": "one token masked at a time", "random": "15 % masked at once"}
 METRICS = {"ppl": "PPL", "acc": "ACC"}
@@ -204,7 +204,7 @@ def read(folder: Path, needed: bool = True) -> list[Plan]:
 
 def _plan(folder: Path) -> Plan:
     path = folder / "plan.json"
-    told = read_json(path, AGAIN)
+    told = read_json(path, RERUN_REMEDY)
     needed = {"name": str, "lengths": list, "protocol": str, "rows": list}
     for key, kind in needed.items():
         if not isinstance(told, dict) or not isinstance(told.get(key), kind):
@@ -231,11 +231,12 @@ def _lines(path: Path, needed: dict[str, type]) -> list[dict[str, Any]]:
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: expected JSON ({error}); {AGAIN}") from None
+            raise ValueError(f"{path}, line {number}: expected JSON ({error}); {RERUN_REMEDY}") from None
         for key, kind in needed.items():
             if not isinstance(row, dict) or not isinstance(row.get(key), kind):
                 raise ValueError(
-                    f"{path}, line {number}: expected {key!r}, a {kind.__name__}, got {_get(row, key)!r}; {AGAIN}"
+                    f"{path}, line {number}: expected {key!r}, a {kind.__name__}, got {_get(row, key)!r}; "
+                    f"{RERUN_REMEDY}"
                 )
         found.append(row)
     return found

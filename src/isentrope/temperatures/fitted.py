@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isentrope.parts import MOST_LENGTH, MOST_TEMPERATURE, shown
+from isentrope.parts import MAX_LENGTH, MAX_TEMPERATURE
 from isentrope.temperatures.laws import Temperature
+from isentrope.utils.text import format_value
 
-MOST_NESTED = 3  # layers of heads of lengths
+MAX_NESTED = 3  # layers of heads of lengths
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,19 @@ class Fitted(Temperature):
         object.__setattr__(self, "table", _as_tuple(self.table, "table"))
         lengths = self.lengths
         known = isinstance(lengths, tuple) and lengths and all(type(n) is int for n in lengths)
-        if not known or not all(0 < n <= MOST_LENGTH for n in lengths):
-            raise ValueError(f"Fitted(lengths=…): expected positive integers ≤ 2^53, got {shown(lengths)}")
+        if not known or not all(0 < n <= MAX_LENGTH for n in lengths):
+            raise ValueError(f"Fitted(lengths=…): expected positive integers ≤ 2^53, got {format_value(lengths)}")
         if any(1000 * b < 1001 * a for a, b in pairwise(lengths)):
-            raise ValueError(f"Fitted(lengths=…): expected increasing lengths, 0.1 % apart, got {shown(lengths)}")
+            raise ValueError(
+                f"Fitted(lengths=…): expected increasing lengths, 0.1 % apart, got {format_value(lengths)}"
+            )
         shape = _shape(self.table)
         if shape is None:
             raise ValueError(
-                f"Fitted(table=…): expected nested numbers from 0 to {MOST_TEMPERATURE:g}, got {shown(self.table)}"
+                f"Fitted(table=…): expected nested numbers from 0 to {MAX_TEMPERATURE:g}, "
+                f"got {format_value(self.table)}"
             )
-        if not 1 <= len(shape) <= MOST_NESTED or shape[-1] != len(lengths):
+        if not 1 <= len(shape) <= MAX_NESTED or shape[-1] != len(lengths):
             raise ValueError(
                 f"Fitted(table=…): expected shape ([layers,] [heads,] lengths) with {len(lengths)} lengths, got {shape}"
             )
@@ -86,7 +90,7 @@ def _as_tuple(value: Any, name: str, depth: int = 0) -> Any:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         return value
-    if depth > MOST_NESTED:
+    if depth > MAX_NESTED:
         raise ValueError(f"Fitted({name}=…): expected at most layers of heads of lengths, got {depth} levels or more")
     return tuple(_as_tuple(v, name, depth + 1) for v in value)
 
@@ -95,7 +99,7 @@ def _shape(table: Any) -> tuple[int, ...] | None:
     """Of tuples of equal size inside one another that hold temperatures; None for anything else."""
     if not isinstance(table, tuple):
         is_number = isinstance(table, Real) and not isinstance(table, bool)
-        return () if is_number and 0 <= table <= MOST_TEMPERATURE else None
+        return () if is_number and 0 <= table <= MAX_TEMPERATURE else None
     inner = {_shape(row) for row in table}
     if len(inner) > 1 or None in inner:
         return None

@@ -8,14 +8,16 @@ from math import e, log
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import readable, wide
-from isentrope.parts import MOST_FACTOR, MOST_LENGTH, Part, choice, flag, number, shown, whole
+from isentrope.core.compile import values_are_readable
+from isentrope.core.dtypes import accumulation_dtype
+from isentrope.parts import MAX_FACTOR, MAX_LENGTH, Part, check_bool, check_choice, check_integer, check_number
+from isentrope.utils.text import format_value
 
 COUNTS = ("visible", "sequence", "position")
-LEAST_BASE = 1.01  # of Softmax Plus: τ = 100 ln n there
-MOST_COEFFICIENT = 100.0  # of Llama 4
+MIN_BASE = 1.01  # of Softmax Plus: τ = 100 ln n there
+MAX_COEFFICIENT = 100.0  # of Llama 4
 # Nats of attention entropy: at most ln 2^53, and so far below ln n_tr that τ is finite.
-LEAST_ENTROPY, MOST_ENTROPY, ENTROPY_MARGIN = -20.0, 36.0, 1e-3
+MIN_ENTROPY, MAX_ENTROPY, ENTROPY_MARGIN = -20.0, 36.0, 1e-3
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Temperature(Part):
     count: str = field(default="visible", kw_only=True)
 
     def __post_init__(self) -> None:
-        flag(self, "clamp")
-        choice(self, "count", COUNTS)
+        check_bool(self, "clamp")
+        check_choice(self, "count", COUNTS)
 
     @property
     def unit_length(self) -> float:
@@ -91,7 +93,7 @@ class SoftmaxPlus(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number(self, "base", MOST_LENGTH, above=LEAST_BASE)
+        check_number(self, "base", MAX_LENGTH, above=MIN_BASE)
 
     @property
     def unit_length(self) -> float:
@@ -109,7 +111,7 @@ class LogN(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "train_length", 2)
+        check_integer(self, "train_length", 2)
 
     @property
     def unit_length(self) -> float:
@@ -135,12 +137,12 @@ class YaRNTemperature(Temperature):
         if (self.train_length is None) == (self.factor is None):
             raise ValueError(
                 "YaRNTemperature: expected either train_length or factor, "
-                f"got train_length={shown(self.train_length)}, factor={shown(self.factor)}"
+                f"got train_length={format_value(self.train_length)}, factor={format_value(self.factor)}"
             )
         if self.train_length is None:
-            number(self, "factor", MOST_FACTOR, least=1)
+            check_number(self, "factor", MAX_FACTOR, least=1)
         else:
-            whole(self, "train_length", 1)
+            check_integer(self, "train_length", 1)
 
     @property
     def unit_length(self) -> float:
@@ -163,8 +165,8 @@ class InfoScale(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "train_length", 1)
-        number(self, "epsilon", MOST_ENTROPY, least=LEAST_ENTROPY)
+        check_integer(self, "train_length", 1)
+        check_number(self, "epsilon", MAX_ENTROPY, least=MIN_ENTROPY)
         if log(self.train_length) <= self.epsilon + ENTROPY_MARGIN:
             raise ValueError(self._undefined(f"ln train_length > epsilon + {ENTROPY_MARGIN:g}"))
 
@@ -177,7 +179,7 @@ class InfoScale(Temperature):
         return self.train_length
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
-        if not self.clamp and readable(n) and bool((n.log() <= self.epsilon).any()):
+        if not self.clamp and values_are_readable(n) and bool((n.log() <= self.epsilon).any()):
             raise ValueError(self._undefined("ln n > epsilon", f"n={n.min().item():g}, "))
         return self._gauge(n, head_dim) / self._gauge(n.new_full((), self.train_length), head_dim)
 
@@ -205,8 +207,8 @@ class Llama4(Temperature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "floor", 1)
-        number(self, "coefficient", MOST_COEFFICIENT, least=0)
+        check_integer(self, "floor", 1)
+        check_number(self, "coefficient", MAX_COEFFICIENT, least=0)
 
     @property
     def unit_length(self) -> float:
@@ -219,4 +221,4 @@ class Llama4(Temperature):
 def lengths_as_float(n: Tensor | float) -> Tensor:
     """n as a float tensor, at least fp32."""
     n = torch.as_tensor(n)
-    return n.to(wide(n))
+    return n.to(accumulation_dtype(n))

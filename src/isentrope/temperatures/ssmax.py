@@ -7,8 +7,9 @@ from math import log
 import torch
 from torch import Tensor, nn
 
-from isentrope.parts import MOST_HEADS, Part, choice, flag, shown, whole
+from isentrope.parts import MAX_HEADS, Part, check_bool, check_choice, check_integer
 from isentrope.temperatures.laws import COUNTS, lengths_as_float
+from isentrope.utils.text import format_value
 
 
 class SSMax(nn.Module, Part):
@@ -31,13 +32,13 @@ class SSMax(nn.Module, Part):
     ) -> None:
         super().__init__()
         self.heads, self.init_length, self.bias, self.clamp, self.count = heads, init_length, bias, clamp, count
-        whole(self, "heads", 1, MOST_HEADS)
-        whole(self, "init_length", 4)
-        flag(self, "bias")
-        choice(self, "count", COUNTS)
+        check_integer(self, "heads", 1, MAX_HEADS)
+        check_integer(self, "init_length", 4)
+        check_bool(self, "bias")
+        check_choice(self, "count", COUNTS)
         if clamp is not False:
             raise ValueError(
-                f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {shown(clamp)}"
+                f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {format_value(clamp)}"
             )
         self.slope = nn.Parameter(torch.empty(self.heads))
         self.offset = nn.Parameter(torch.empty(self.heads)) if bias else None

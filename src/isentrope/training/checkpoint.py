@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from isentrope.pretrained import open_tensors
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 CHECKSUM = "crc32"
 STATE = "state-{:09d}.safetensors"
@@ -24,7 +24,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     """Write a safetensors file whole, or leave the one that is there. A full disk is an OSError that names the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with complete(path) as partial:
+        with write_atomically(path) as partial:
             # through bytes: written by the library itself, the file would be readable by its owner alone
             partial.write_bytes(save({name: x.detach().contiguous() for name, x in tensors.items()}, metadata))
     except OSError as error:
@@ -98,17 +98,12 @@ def _states(folder: Path) -> list[Path]:
     return sorted(folder.glob(STATE.replace("{:09d}", "?????????")))
 
 
-def write_json(path: Path, data: Any) -> None:
-    with complete(path) as partial:
-        partial.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
 class Log:
     """One JSON object a line, appended as training goes on; what lies past a state that is resumed is cut off."""
 
     def __init__(self, path: Path, step: int) -> None:
         rows = [row for row in read_log(path) if row["step"] <= step]
-        with complete(path) as partial:
+        with write_atomically(path) as partial:
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.file = path.open("a", encoding="utf-8")
 

@@ -27,12 +27,19 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
-from isentrope.pretrained import check_tensors, load_pretrained, read_tokenizer
-from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors, write_json
+from isentrope.pretrained import (
+    check_same_tokens,
+    check_tensors,
+    load_pretrained,
+    read_config_as,
+    read_tokenizer,
+    resolve_model_name,
+)
+from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors
 from isentrope.training.config import HOW, LLAMA, Config
 from isentrope.training.progress import Watch
 from isentrope.training.step import Batch, Stepper, ahead
-from isentrope.utils.files import read_fields
+from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.provenance import provenance
 
 logger = logging.getLogger("isentrope")
@@ -306,7 +313,7 @@ def _gau(config: Config, tokenizer: Any) -> PreTrainedModel:
     if config.model is None:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
-    found: Any = config_of(GAUAlphaConfig, config.model)
+    found: Any = read_config_as(GAUAlphaConfig, config.model)
     options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
     return _loaded(GAUAlphaForMaskedLM, found, config, tokenizer, options)
 
@@ -316,7 +323,7 @@ def _llama(config: Config, tokenizer: Any) -> PreTrainedModel:
     if config.dropout is not None:
         options["attention_dropout"] = config.dropout
     if config.model is not None:
-        return _loaded(LlamaForCausalLM, config_of(LlamaConfig, config.model), config, tokenizer, options)
+        return _loaded(LlamaForCausalLM, read_config_as(LlamaConfig, config.model), config, tokenizer, options)
     options |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer), "tie_word_embeddings": True}
     options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -327,9 +334,9 @@ def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict
     """The first layers of the model that a run starts from."""
     if found.num_hidden_layers < config.layers:
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
-    check_tokens(Path(str(config.model)), tokenizer)
+    check_same_tokens(Path(str(config.model)), tokenizer)
     options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
-    model: PreTrainedModel = load_pretrained(kind, check_model(str(config.model)), unused=LEARNED, **options)
+    model: PreTrainedModel = load_pretrained(kind, resolve_model_name(str(config.model)), unused=LEARNED, **options)
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
         raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")

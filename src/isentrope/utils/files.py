@@ -33,7 +33,7 @@ REMEDIES = {
 } | dict.fromkeys(FULL, "no space is left on the disk; make room, then run the same command again")
 
 
-AGAIN = "run the command that wrote it again"
+RERUN_REMEDY = "run the command that wrote it again"
 
 
 class BrokenFileError(ValueError):
@@ -58,7 +58,7 @@ def read_fields(path: Path, remedy: str, *needed: str) -> dict[str, Any]:
     return data
 
 
-def explain(error: OSError) -> str:
+def explain_os_error(error: OSError) -> str:
     """What an error of the operating system means in a sentence: where, what, and what to do about it."""
     if error.errno is None:  # one that a library made up, with words of its own
         return str(error)
@@ -71,7 +71,7 @@ def explain(error: OSError) -> str:
 
 
 @contextmanager
-def complete(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """A path to write to, a file or a folder, which takes the name `path` once all is written and else vanishes."""
     # the process id tells whether its writer still runs, but not writers apart: in two containers both may be 1
     partial = path.with_name(f".{path.name}.{token_hex(4)}.{os.getpid()}.partial")
@@ -89,8 +89,14 @@ def complete(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write indented JSON atomically."""
+    with write_atomically(path) as partial:
+        partial.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
 @contextmanager
-def claimed(path: Path, wait: bool = False) -> Iterator[bool]:
+def lock_file(path: Path, wait: bool = False) -> Iterator[bool]:
     """Whether this process alone has `path`, an empty file, until the block ends or the process dies.
 
     Where another one has it: False at once, or True when that one is done with it (`wait`).

@@ -101,7 +101,7 @@ def _cut(asked: Unfolded) -> Cut | None:
         return None
     regions = tuple(m.region for m in asked.meetings)
     layout = asked.layout
-    return layout.remember(("cut", *regions), lambda: cut_up(regions, layout.queries, layout.keys))
+    return layout.cached(("cut", *regions), lambda: cut_up(regions, layout.queries, layout.keys))
 
 
 def cut_up(regions: Sequence[Region], queries: int, keys: int) -> Cut | None:

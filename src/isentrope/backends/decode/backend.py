@@ -31,7 +31,7 @@ def refusal(asked: Unfolded) -> str | None:
 def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, 1, dv) and log-sum-exp (batch, heads, 1)."""
     shape = [m.region for m in asked.meetings]
-    bounds = asked.layout.remember(("decode", *shape), lambda: _bounds(asked.layout, shape))
+    bounds = asked.layout.cached(("decode", *shape), lambda: _bounds(asked.layout, shape))
     turns = [turn for m in asked.meetings for turn in (*(m.query or ()), *(m.key or ()))]
     which = [flag for m in asked.meetings for flag in (m.query is not None, m.key is not None)]
     run = torch.ops.isentrope.decode if torch.compiler.is_compiling() else _run

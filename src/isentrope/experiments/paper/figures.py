@@ -13,8 +13,7 @@ from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.perplexity import Text
 from isentrope.experiments.plan import load
 from isentrope.experiments.runner import checkpoints
-from isentrope.training.checkpoint import write_json
-from isentrope.utils.files import read_fields, read_json
+from isentrope.utils.files import read_fields, read_json, write_json
 
 INSET = "3516:3536,3516:3536"  # the paper's 20 × 20
 

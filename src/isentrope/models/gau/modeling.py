@@ -22,9 +22,8 @@ from transformers.modeling_outputs import (
 
 from isentrope.attention import attention
 from isentrope.core.compile import compiled
-from isentrope.core.dtypes import cpu_dtype
+from isentrope.core.dtypes import accumulation_dtype, cpu_dtype
 from isentrope.core.layout import Layout, layout_of, token_frames
-from isentrope.core.precision import wide
 from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
 from isentrope.models.gau.dropout import dropout
 from isentrope.positions import CLEX
@@ -134,7 +133,7 @@ def _gated(u: Tensor, mixed: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _added(x: Tensor, out: Tensor, eps: float) -> Tensor:
     """Summed wide and rounded once: under autocast the stream is as narrow as what is added to it."""
-    return norm(x.to(wide(x)) + out, eps).to(out.dtype)
+    return norm(x.to(accumulation_dtype(x)) + out, eps).to(out.dtype)
 
 
 def pick(x: Tensor, at: Tensor | None) -> Tensor:
@@ -144,7 +143,7 @@ def pick(x: Tensor, at: Tensor | None) -> Tensor:
 
 def norm(x: Tensor, eps: float) -> Tensor:
     """x / √(mean x² + eps), without parameters."""
-    return F.rms_norm(x.to(wide(x)), x.shape[-1:], eps=eps).to(x.dtype)
+    return F.rms_norm(x.to(accumulation_dtype(x)), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Encoder(nn.Module):

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from isentrope.report.figures.laws import COLOURS, DASHES, GREY, RC, STYLES, _length_axis, save
 from isentrope.report.tables.terminal import STYLE, perplexity_cell, thousands
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 LABELS = {
     "none": "no temperature",
@@ -40,7 +40,7 @@ SPREAD = 0.09  # between the candidates of one bucket, buckets being 1 apart
 
 def table(results: Path) -> Table:
     """Held-out perplexity of each candidate of `calibrate.json`, by position and beyond the training length."""
-    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
+    data = read_fields(results, RERUN_REMEDY, "candidates", "model", "recipe", "chosen")
     rows = data["candidates"]
     told = Table(
         title=f"Held-out perplexity: {data['model']['name']}, {_held(data)} texts, {escape(data['recipe'])}",
@@ -71,7 +71,7 @@ def table(results: Path) -> Table:
 
 def measured(results: Path) -> list[dict[str, Any]]:
     """Held-out perplexity of each candidate beyond the training length, as rows of a model card."""
-    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
+    data = read_fields(results, RERUN_REMEDY, "candidates", "model", "recipe", "chosen")
     past = f"held-out perplexity past {thousands(data['train_length'])} tokens"
     return [
         {
@@ -85,7 +85,7 @@ def measured(results: Path) -> list[dict[str, Any]]:
 
 def draw(results: Path) -> list[Path]:
     """τ against n, what each law changes, and entropies before and after, beside `calibrate.json` as .png and .svg."""
-    data = read_fields(results, AGAIN, "candidates", "model", "recipe", "chosen")
+    data = read_fields(results, RERUN_REMEDY, "candidates", "model", "recipe", "chosen")
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(15.5, 5.4), layout="constrained")
         tau, change, entropy = figure.subplots(1, 3)

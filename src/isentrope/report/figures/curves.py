@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, LogFormatter, NullLocator
 from isentrope.report.figures.laws import COLOURS, DASHES, GREY, INK, RC, save
 from isentrope.report.load import Row
 from isentrope.report.tables.published import FLOOR, Beside
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 MARKERS = "osD^vPX*pd"
 TOGETHER = 9  # rows that one panel shows; more get a panel for each method
@@ -27,7 +27,7 @@ METRICS = {"acc": "accuracy", "ppl": "perplexity"}
 
 def curves(folder: Path) -> list[Path]:
     """Figures of one plan's folder, drawn into its `figures/`, with captions in `figures.json`."""
-    plan = read_fields(folder / "plan.json", AGAIN, "protocol", "rows")
+    plan = read_fields(folder / "plan.json", RERUN_REMEDY, "protocol", "rows")
     lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if not row["failed"]]
     if not rows:

@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from isentrope.report.figures.laws import COLOURS, DASHES, DOTS, GREY, INK, RC, _label_ends, _length_axis, save
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 LARGE: dict[Any, Any] = {"font.size": 13, "axes.titlesize": 13}  # legible at half the width of a page
 ATTENTION, SCORES = "viridis", "cividis"  # both even in lightness, for readers who see few colours or none
@@ -42,7 +42,7 @@ class Look:
         results = folder / "inspect.json"
         if not results.is_file():
             raise ValueError(f"{folder}: expected a folder that isentrope inspect wrote, with inspect.json")
-        return cls(folder, read_fields(results, AGAIN, "heatmaps", "entropy", "lengths"))
+        return cls(folder, read_fields(results, RERUN_REMEDY, "heatmaps", "entropy", "lengths"))
 
     @property
     def title(self) -> str:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from isentrope.utils.files import AGAIN, complete, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields, write_atomically
 
 # Paul Tol's "muted", safe for colour-blind readers, with a marker each for readers in grey
 STYLES: dict[str, tuple[str, str]] = {
@@ -49,7 +49,7 @@ LABEL_GAP = 0.043
 
 def laws(results: Path) -> list[Path]:
     """Entropy and τ against n for each law of `laws.json`, drawn beside it as `laws.png` and `laws.svg`."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(13, 5.8), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
@@ -193,7 +193,7 @@ def _apart(places: list[float], gap: float) -> list[float]:
 def save(figure: Figure, path: Path) -> Path:
     """The same bytes for the same results."""
     kind = path.suffix[1:]
-    with complete(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return path
 
@@ -207,7 +207,7 @@ MARKERS = "os^D"
 
 def perplexity(results: Path) -> list[Path]:
     """Perplexity against position for each recipe of `perplexity.json`, drawn beside it: all, and those that hold."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     edges, rows = data["config"]["edges"], data["rows"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     methods: dict[str, tuple[str, str]] = {}

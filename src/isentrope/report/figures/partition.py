@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from isentrope.report.figures.laws import GREY, INK, RC, save
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 # Paul Tol's "bright": blue and red differ for colour-blind readers, and so do the markers
 CLUSTERS = (("#4477AA", "o"), ("#EE6677", "^"))
@@ -20,7 +20,7 @@ DRAWN: dict[str, Any] = {"s": 120, "alpha": 1, "edgecolors": INK, "linewidths": 
 
 def partition(manifest: Path, out: Path | None = None) -> list[Path]:
     """The three panels of the paper's appendix A.1, as `partition.png` and `.svg` beside the manifest, or as `out`."""
-    data = read_fields(manifest, AGAIN, "documents")
+    data = read_fields(manifest, RERUN_REMEDY, "documents")
     held = [row for row in data["documents"] if "pca" in row]
     with matplotlib.rc_context(RC | LARGE):
         figure = Figure(figsize=(13, 5.2), layout="constrained")

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from isentrope.report.figures.laws import RC, save
 from isentrope.report.tables.terminal import STYLE
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 # which number stands for a cell, by what was asked for
 METRICS = {"both": "share", "forced": "likeliest"}
@@ -61,7 +61,7 @@ def heatmaps(results: Path) -> list[Path]:
 
 
 def _read(results: Path) -> tuple[dict[str, Any], str]:
-    data = read_fields(results, AGAIN, "config", "cells", "rows")
+    data = read_fields(results, RERUN_REMEDY, "config", "cells", "rows")
     return data, METRICS[data["config"]["score"]]
 
 

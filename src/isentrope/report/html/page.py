@@ -16,7 +16,7 @@ from isentrope.report.load import LOWER_IS_BETTER, METRICS, PROTOCOLS, Grid, Pla
 from isentrope.report.tables.grid import ABSENT, FAILED, Entry, Sheet, sheet, write
 from isentrope.report.tables.numbers import PPL_CAP, number
 from isentrope.report.tables.published import CAPTION, UNSHOWN, beside
-from isentrope.utils.files import complete, read_json
+from isentrope.utils.files import read_json, write_atomically
 
 SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), OPEN: ("○", "open")}
 MANY = 8  # claims that are shown one after another
@@ -51,7 +51,7 @@ def page(folder: Path, cap: bool = False) -> Path:
     """Write `report.html` of the plan in a folder, or of those in its subfolders."""
     text = html(*found(folder), cap)
     path = folder / "report.html"
-    with complete(path) as file:
+    with write_atomically(path) as file:
         file.write_text(text, encoding="utf-8", newline="\n")
     return path
 

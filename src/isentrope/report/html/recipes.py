@@ -10,7 +10,7 @@ from isentrope.report.figures import laws as figures
 from isentrope.report.figures import retrieval
 from isentrope.report.html.fragments import KINDS, figure, fold, plain
 from isentrope.report.tables import leaderboard
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 CAPTIONS = {
     "leaderboard": "Perplexity in the last bucket, and what each recipe changes inside the training length.",
@@ -45,7 +45,7 @@ def verdict(folder: Path) -> list[Any]:
 
 def section(folder: Path, name: str) -> str:
     told, board = _told(folder), leaderboard.rank(folder)
-    data = read_fields(folder / "perplexity.json", AGAIN)
+    data = read_fields(folder / "perplexity.json", RERUN_REMEDY)
     sentences = "".join(f"<li>{escape(line.plain)}</li>" for line in verdict(folder))
     shown = []
     for drawn in sorted(folder.glob("*.svg")):

@@ -21,7 +21,7 @@ from isentrope.report.load import METRICS, PROTOCOLS, Grid, Plan, Row, Value, re
 from isentrope.report.tables.numbers import number
 from isentrope.report.tables.published import CAPTION, NOTHING, UNSHOWN, Beside, beside
 from isentrope.report.tables.terminal import STYLE
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 FAILED, ABSENT = "–", ""
 COLUMNS = (
@@ -183,7 +183,7 @@ def write(folder: Path, cap: bool = False) -> list[Path]:
         if pages:
             texts["beside.md"] = "\n".join(pages + ([f"![{_md(CAPTION)}](beside.png)\n"] if drawn else []))
         for name, text in texts.items():
-            with complete(plan.folder / name) as file:
+            with write_atomically(plan.folder / name) as file:
                 file.write_text(text, encoding="utf-8", newline="\n")
             written.append(plan.folder / name)
         if drawn:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from isentrope.report.figures.laws import COLOURS, GREY, INK, RC, save
 from isentrope.report.tables.terminal import DEGRADED, STYLE, named, thousands
-from isentrope.utils.files import AGAIN, complete, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields, write_atomically
 
 CAPTION = f"By perplexity in the last bucket; inside: change inside the training length, too much above {DEGRADED} %."
 RED = "#B2182B"
@@ -29,7 +29,7 @@ def rank(folder: Path) -> dict[str, Any]:
     ratio: perplexity in the last bucket to that of the plain model in the last one inside its training length.
     inside: change of perplexity inside the training length, in per cent. cost: seconds to those of the plain model.
     """
-    data = read_fields(folder / "perplexity.json", AGAIN, "config", "rows", "texts", "cells")
+    data = read_fields(folder / "perplexity.json", RERUN_REMEDY, "config", "rows", "texts", "cells")
     found = _retrieved(folder / "retrieval.json")
     edges, trained = data["config"]["edges"], data.get("train_length")
     inside = {row["recipe"]: row for row in data.get("inside", [])}
@@ -135,7 +135,7 @@ def write(folder: Path) -> list[Path]:
     heads, rows = cells(board)
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
     for path, text in zip(paths, (json.dumps(board, indent=1, ensure_ascii=False), _markdown(lines)), strict=True):
-        with complete(path) as partial:
+        with write_atomically(path) as partial:
             partial.write_text(text, encoding="utf-8")
     with matplotlib.rc_context(RC):
         figure = _figure(board)
@@ -158,7 +158,7 @@ def _retrieved(path: Path) -> dict[str, dict[str, float]]:
     """The share found of each recipe, by task and length."""
     if not path.exists():
         return {}
-    data = read_fields(path, AGAIN, "config", "rows")
+    data = read_fields(path, RERUN_REMEDY, "config", "rows")
     metric = "share" if data["config"]["score"] == "both" else "likeliest"
     found: dict[str, dict[str, float]] = {}
     for row in data["rows"]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from isentrope.utils.files import AGAIN, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
@@ -27,7 +27,7 @@ DEGRADED = 0.5  # per cent of perplexity inside the training length that a recip
 
 def laws(results: Path) -> Table:
     """One row for each law of `laws.json`: measured entropy at a few lengths, its drift and the theory's, and τ."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     config, lengths = data["config"], data["lengths"]
     first, last = lengths[0], lengths[-1]
     error = max(row["standard_error"] for row in data["rows"])
@@ -73,7 +73,7 @@ def _thinned(lengths: list[int]) -> list[int]:
 
 def perplexity(results: Path) -> Table:
     """One row for each recipe of `perplexity.json`, one column for each bucket of positions."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     edges = data["config"]["edges"]
     texts = len(data["texts"])
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
@@ -112,7 +112,7 @@ def _inside(percent: float | None) -> str:
 
 def partition(manifest: Path) -> Table:
     """Documents and their lengths in each set of `manifest.json`, as in the paper's appendix A.1."""
-    data = read_fields(manifest, AGAIN, "statistics", "counts")
+    data = read_fields(manifest, RERUN_REMEDY, "statistics", "counts")
     statistics, counts, near = data["statistics"], data["counts"], data["near_duplicates"]
     table = Table(
         title=f"{Path(data['source']['name']).name}: documents over {data['options']['longer_than']} tokens",
@@ -157,7 +157,7 @@ FORMULAS = {
 
 def formulas(results: Path) -> Table:
     """Each law as a formula, and τ at the lengths of `laws.json`."""
-    data = read_fields(results, AGAIN)
+    data = read_fields(results, RERUN_REMEDY)
     lengths = data["lengths"][:: max(1, len(data["lengths"]) // SHOWN)]
     table = Table(title="The score is multiplied by τ(n)", **STYLE)
     for heading in ("law", "τ(n)", *(f"n={n}" for n in lengths)):
