@@ -19,8 +19,7 @@ from transformers import AutoTokenizer
 
 from isentrope.core import call
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.evaluation.loading import place
-from isentrope.evaluation.masked_lm import Protocol, evaluate, summary
+from isentrope.evaluation.masked_lm import Protocol, evaluate, summarize_scores
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
 from isentrope.pretrained import resolve_device

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from isentrope.data.corpus import read_documents
-from isentrope.utils.files import complete
+from isentrope.utils.files import write_atomically
 
 START, END = 20_000, 240_000
 TEN = range(0, 140, 14)

@@ -21,7 +21,7 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
 from isentrope.data.corpus import read_documents
-from isentrope.evaluation.loading import causal_model, check_model, place_model
+from isentrope.evaluation.loading import causal_model
 from isentrope.evaluation.perplexity import Text
 from isentrope.hf.capture import Seen, observed, recipe_of
 from isentrope.hf.extend import extend, restore

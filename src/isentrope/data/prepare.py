@@ -164,7 +164,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path, fingerprint: str, options: Pre
     origin.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     if options.tokenizer == CHARACTERS:
-        with complete(origin) as partial:
+        with write_atomically(origin) as partial:
             partial.write_text(json.dumps(_describe_origin(fingerprint, options)), encoding="utf-8")
 
 

@@ -106,7 +106,7 @@ def tokenize(
         _remove_stale_partials(path)
     rows: dict[str, list[Any]] = {name: [] for name in ("names", "sha256", "groups", "characters", "lengths")}
     counts, seen = {"read": 0, "too_short": 0, "duplicates": 0}, set[str]()
-    with complete(flat) as partial, partial.open("wb") as file:
+    with write_atomically(flat) as partial, partial.open("wb") as file:
         _write_header(file, 0)
         for document, ids in _tokenize_in_batches(documents, tokenizer):
             digest = document.sha256
@@ -123,7 +123,7 @@ def tokenize(
                 for column, value in zip(rows.values(), row, strict=True):
                     column.append(value)
         _write_header(file, sum(rows["lengths"]))
-    with complete(index) as partial:
+    with write_atomically(index) as partial:
         partial.write_text(json.dumps(rows | {"counts": counts}), encoding="utf-8")
     return TokenStore.open(folder, key)
 

@@ -22,9 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from isentrope.core.precision import wide
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.data.corpus import read_documents
-from isentrope.evaluation.loading import causal_model, check_model, place, place_model
+from isentrope.evaluation.loading import causal_model
+from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.hf.extend import extended
 from isentrope.hf.layer_plan import train_length
 from isentrope.pretrained import (

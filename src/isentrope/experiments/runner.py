@@ -128,7 +128,7 @@ def _corpus(plan: Plan, out: Path, data: str | Path | None) -> PreparedCorpus:
     if state.is_main_process:
         shipped = next((c.shipped for c in plan.needed() if c.shipped), None)
         options = PrepareOptions(tokenizer=str(SHIPPED / shipped)) if shipped else PrepareOptions()
-        with claimed(out / "locks" / plan.data, wait=True):
+        with lock_file(out / "locks" / plan.data, wait=True):
             prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
     return PreparedCorpus.open(folder)

@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from isentrope.data.batches import CropBatches, MaskedBatches, NextTokenBatches
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.evaluation.loading import check_model, check_tokens, config_of
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
