@@ -350,7 +350,7 @@ def _batches(prepared: PreparedCorpus, config: Config, tokenizer: Any) -> tuple[
         if tokenizer.mask_token_id is None:
             raise ValueError("tokenizer: expected one with a mask token, got none")
         ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        common |= {"mask_token": tokenizer.mask_token_id, "ordinary": ordinary}
+        common |= {"mask_token": tokenizer.mask_token_id, "replacement_tokens": ordinary}
         kind, common = MaskedBatches, common | {"share": config.share, "pose": config.pose}
     train = kind(prepared.documents("train"), seed=config.batch_seed, **common)
     return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
