@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from isentrope.backends import merge
 from isentrope.backends.merge import Kernel, Part, lengthened
 from isentrope.core.call import Call
-from isentrope.core.compile import generation
+from isentrope.core.compile import cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.region import Band
 
@@ -78,7 +78,7 @@ def triangular(call: Call) -> bool:
 def _half(call: Call) -> bool:
     """What FlashAttention takes at all."""
     size, kind = max(call.q.shape[-1], call.v.shape[-1]), call.q.dtype
-    able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and generation(call.q.device) >= 8
+    able = call.q.is_cuda and kind in (torch.float16, torch.bfloat16) and cuda_capability_major(call.q.device) >= 8
     return able and size % 8 == 0 and size <= MAX_HEAD_DIM
 
 
@@ -161,7 +161,7 @@ def _shape(call: Call) -> Band | None:
     if torch.compiler.is_compiling():  # in a graph a length may be a variable, of which only whole regions are known
         whole = Band(0, queries, 0, keys, inf, 0 if call.causal else inf)
         return whole if call.everything or call.causal else None
-    band = call.region.spans[0].band(queries, keys)
+    band = call.region.spans[0].to_band(queries, keys)
     if band is None or band.full or band.causal:
         return band
     # FlashAttention takes a right side as long as the keys for none, also where the queries are more
@@ -263,18 +263,20 @@ def _cudnn(tile: Tile) -> bool:
     """On Hopper and later the fastest for what it knows. Keys that grow by one from call to call would have it make a
     plan for each."""
     known = tile.bias is None and (tile.band.full or tile.band.causal) and min(tile.q.shape[2], tile.k.shape[2]) > 1
-    return known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], generation(tile.q.device))
+    return (
+        known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], cuda_capability_major(tile.q.device))
+    )
 
 
-def _cudnn_takes(size: int, generation: int) -> bool:
+def _cudnn_takes(size: int, cuda_capability_major: int) -> bool:
     """Vectors of this size, as PyTorch looks at it before it calls cuDNN itself."""
-    most = 256 if generation == 9 and CUDNN >= 91000 else 128
-    return generation >= 9 and torch.version.hip is None and size % 8 == 0 and size <= most
+    most = 256 if cuda_capability_major == 9 and CUDNN >= 91000 else 128
+    return cuda_capability_major >= 9 and torch.version.hip is None and size % 8 == 0 and size <= most
 
 
 def _flash(tile: Tile) -> bool:
     able = tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
-    return able and generation(tile.q.device) >= 8
+    return able and cuda_capability_major(tile.q.device) >= 8
 
 
 def _sides(band: Band) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.utils.extras import MissingExtraError, named_extras
+from isentrope.utils.extras import MissingExtraError, name_missing_extras
 from isentrope.utils.files import explain_os_error
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -26,7 +26,7 @@ TEXTS = "Files, folders, globs: text, .parquet, or .jsonl(.xz) with a 'text' a l
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     try:
-        with named_extras():
+        with name_missing_extras():
             yield
     except BrokenPipeError:
         raise  # the reader has gone: nobody to tell

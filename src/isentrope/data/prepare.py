@@ -20,8 +20,8 @@ from isentrope.data.store import TokenStore, files, tokenize
 from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
 from isentrope.pretrained import read_tokenizer
 from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
 CHARACTERS, VOCABULARY = "characters", 12000
@@ -88,7 +88,7 @@ def prepare(source: Source, out: Path, options: Options, say: Callable[[str], No
         "near_duplicates": near,
         "counts": store.counts | {"kept": len(store)},
         "statistics": {name: _statistics(store.lengths[sets == name]) for name in partition.SETS},
-        "run": provenance(),
+        "run": collect_provenance(),
         "documents": [{"set": name} | row for name, row in zip(sets.tolist(), rows, strict=True)],
     }
     with write_atomically(out / MANIFEST) as partial:
@@ -119,7 +119,7 @@ def _tokenizer(source: Source, fingerprint: str, saved: Path, options: Options) 
         mark = saved / MADE_FROM
         if _read_mark(mark) == _made_from(fingerprint, options):
             return read_tokenizer(saved)
-        texts = (document.text for document in progress(source.documents(), "characters", source.limit))
+        texts = (document.text for document in track_progress(source.documents(), "characters", source.limit))
         return character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
     if options.tokenizer.endswith(".txt"):
         return published_tokenizer(options.tokenizer)
@@ -156,7 +156,7 @@ def _tokens(
 ) -> TokenStore:
     if all(path.exists() for path in files(out, key)):
         say(f"tokens of an earlier run: {files(out, key)[0]}")
-    store = tokenize(progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
+    store = tokenize(track_progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
     if not len(store):
         read = store.counts["read"]
         raise ValueError(f"source: expected documents longer than {longer_than} tokens, got none among {read}")
@@ -167,7 +167,7 @@ def _near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[str, An
     """For each document the first of its near-duplicates, and how many there are."""
     k = duplicates.shingle_size(store.frequencies(), int(store.lengths.max()))
     same = duplicates.clusters(
-        np.stack([duplicates.signature(tokens, k) for tokens in progress(store, "near-duplicates", len(store))]),
+        np.stack([duplicates.signature(tokens, k) for tokens in track_progress(store, "near-duplicates", len(store))]),
         duplicates.ALIKE,
     )
     sizes = np.bincount(same)
@@ -178,7 +178,7 @@ def _near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[str, An
 def _features(
     store: TokenStore, held: NDArray[np.int64], tokenizer: Any, model: str | None
 ) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    documents = progress([store[index] for index in held.tolist()], "features")
+    documents = track_progress([store[index] for index in held.tolist()], "features")
     if model is None:
         found, kind = [partition.bigrams(tokens) for tokens in documents], "hashed token bigrams"
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from isentrope.data import corpus
 from isentrope.data.corpus import CorpusError, Document, documents, record, sympy_documents
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
 logger = logging.getLogger("isentrope")
 HUB = "hub:"
@@ -103,7 +103,7 @@ class Source:
 
     @cached_property
     def _builder(self) -> Any:
-        with named_extras():
+        with name_missing_extras():
             from datasets import load_dataset_builder
         name = self.word.removeprefix(HUB)
         try:
