@@ -104,6 +104,6 @@ def disable_progress_bars() -> None:
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
     """Return the text files of all the given files, folders and globs."""
-    from isentrope.experiments.causal_plan import texts_of
+    from isentrope.data.source import find_text_files
 
-    return [path for pattern in patterns for path in texts_of(pattern)]
+    return [path for pattern in patterns for path in find_text_files(pattern)]
