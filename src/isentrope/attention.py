@@ -20,7 +20,7 @@ from isentrope.backends.decode import backend as decode
 from isentrope.backends.padding import blank_padding
 from isentrope.builder import build_call
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.layout_checks import PositionIds

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 
 
 class Part(NamedTuple):

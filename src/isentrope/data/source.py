@@ -17,7 +17,7 @@ from typing import Any
 from isentrope.data import corpus
 from isentrope.data.corpus import CorpusError, Document, parse_record, read_documents, read_sympy_documents
 from isentrope.data.prepared import MANIFEST
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
 logger = logging.getLogger("isentrope")
 HUB_PREFIX = "hub:"

@@ -18,7 +18,7 @@ from torch import Tensor
 from isentrope.backends import merge, sdpa
 from isentrope.backends.sdpa import SDPA
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import generation
+from isentrope.core.compile import cuda_capability_major
 from isentrope.core.region import Region, Span
 
 MOST_SINKS = 64
