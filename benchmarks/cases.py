@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import isentrope as ise
 from isentrope.core.caching import clear_caches
-from isentrope.core.compile import fresh
+from isentrope.core.compile import copy_function
 
 MILLION = 1 << 20
 PLAIN = "RoPE + SDPA"
@@ -97,12 +97,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @cache
 def rope_for(n: int, grad: bool, device: str) -> Callable[..., Tensor]:
     """Compiled for one length, with a code object of its own: past a few lengths torch quietly stops compiling one."""
-    return torch.compile(fresh(rope), dynamic=False, fullgraph=True) if device == "cuda" else rope
+    return torch.compile(copy_function(rope), dynamic=False, fullgraph=True) if device == "cuda" else rope
 
 
 @cache
 def flex_for(n: int) -> Callable[..., Tensor]:
-    return torch.compile(fresh(_flex), dynamic=False, fullgraph=True)
+    return torch.compile(copy_function(_flex), dynamic=False, fullgraph=True)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -43,8 +43,8 @@ from isentrope.training.checkpoint import read_log
 from isentrope.training.config import HOW, configured
 from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields, read_json, write_atomically, write_json
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 FORMAT = 1  # of cells: raised when a change of the code changes their numbers
 SHIPPED = files("isentrope.models") / "shipped"
@@ -96,7 +96,7 @@ def run(
     groups = _groups(cells)
     # shared out before looking what is there: processes may look at different moments
     mine = _in_turn(groups[state.process_index :: state.num_processes], out, helps)
-    for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
+    for cell in track_progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
         if not is_done(out, cell.key):
             study.measure(cell)
     state.wait_for_everyone()
@@ -276,7 +276,7 @@ class _Evaluation:
         self.others = prepared.documents("validation"), _hashes(prepared, "validation")
         self.mask_token: int = read_tokenizer(prepared.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)
-        self.machine = {key: value for key, value in provenance().items() if key != "date"}
+        self.machine = {key: value for key, value in collect_provenance().items() if key != "date"}
 
     def measure(self, cell: Cell) -> None:
         if self.device.type == "cuda":
@@ -361,7 +361,7 @@ def _assemble(
             "name": _name(manifest["source"]), "fingerprint": manifest["source"]["fingerprint"],
             "partition": _data(prepared), "documents": len(manifest["documents"]), "statistics": manifest["statistics"],
         },
-        "checkpoints": _told(trained), "run": provenance(),
+        "checkpoints": _told(trained), "run": collect_provenance(),
     })  # fmt: skip
 
 
