@@ -73,7 +73,7 @@ class AttentionCall:
         return [self.call(at) for at in self.branches]
 
     def call(self, at: RotatedBranch) -> FoldedBranch:
-        query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
+        query = rotate_and_scale(self.q, at.query, self.tau, self.normalise, self.interleaved)
         return FoldedBranch(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
 
     def keys(self, at: RotatedBranch, most: int | None = None) -> Tensor:

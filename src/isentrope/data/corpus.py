@@ -192,7 +192,7 @@ def _is_record(data: Any, column: str) -> bool:
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[ReadResult]:
-    with named_extras():
+    with name_missing_extras():
         from pyarrow.parquet import ParquetFile
     number = 0
     for batch in ParquetFile(path).iter_batches(64):

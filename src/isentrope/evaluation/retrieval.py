@@ -197,7 +197,7 @@ def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack,
     model.eval()
     _refuse(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
     out.mkdir(parents=True, exist_ok=True)
-    for cell, recipes in progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
+    for cell, recipes in track_progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
         asked = [prompts.prompt(fill_to_length(each, cell[1], prompts.measure)) for each in drafts[cell]]
         for recipe in recipes:
             cells[recipe, *cell] = _cell(model, prompts.tokenizer, recipe, cell, asked, config.score)
