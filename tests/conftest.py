@@ -6,8 +6,8 @@ import pytest
 import torch
 
 LONGEST = (
-    "test_matrix", "test_streaming", "test_smollm2", "test_compile", "test_train_killed", "test_compiled",
-    "test_precision", "test_train", "test_inspect", "test_stories",
+    "test_matrix", "test_streaming", "test_smollm2", "test_compile", "test_killed",
+    "test_precision", "test_trainer", "test_inspect", "test_stories",
 )  # fmt: skip
 
 
@@ -58,14 +58,14 @@ def _seed():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A small corpus, prepared."""
-    from tests.small import make_corpus
+    from tests.fixtures.corpus import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
 def on_one_thread():
-    from tests.small import one_cpu_thread
+    from tests.fixtures.corpus import one_cpu_thread
 
     with one_cpu_thread():
         yield

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import isentrope as ise
 from isentrope import layout
 from isentrope.backends import chunked, sdpa
-from tests.largest import Largest
+from tests.fixtures.memory import Largest
 
 RECIPES = [
     "plain",

@@ -83,10 +83,10 @@ def fuzz_recipes(tally: Tally, seed: int) -> None:
 
 
 def fuzz_families(tally: Tally, seed: int) -> None:
+    from tests.fixtures import model_types
     from tests.fuzz import families
-    from tests.hf import every_family
 
-    names = every_family.names()
+    names = model_types.names()
 
     def judge(index: int) -> dict[str, int]:
         with tempfile.TemporaryDirectory() as folder:
@@ -137,9 +137,9 @@ def _total(kind: str, cases: int | None) -> int:
     if kind == "kills":
         return 2
     if kind == "families":
-        from tests.hf import every_family
+        from tests.fixtures import model_types
 
-        return min(cases or 10**9, len(every_family.names()))
+        return min(cases or 10**9, len(model_types.names()))
     return cases or CASES[kind] or 0
 
 

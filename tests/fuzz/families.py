@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import isentrope as ise
 from isentrope.hf.layer import NAME
-from tests.hf.every_family import ACTIVE, VOCABULARY, _error, _silent, build, examine, output
+from tests.fixtures.model_types import ACTIVE, VOCABULARY, _error, _silent, build, examine, output
 
 PADDING = 7
 

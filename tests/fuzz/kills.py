@@ -19,9 +19,9 @@ import torch
 
 from isentrope.study import plan as plans
 from isentrope.study.run import run
-from tests.small import make_corpus
-from tests.test_run import PLAN
-from tests.test_train_killed import arguments, assert_same_run
+from tests.experiments.test_run import PLAN
+from tests.fixtures.corpus import make_corpus
+from tests.training.test_killed import arguments, assert_same_run
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["isentrope.cli", "isentrope.study.run", "isentrope.study.train", "isentrope.report.losses"]

@@ -14,7 +14,7 @@ from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
 from isentrope.positions.rope import PI, Rotary
 from isentrope.region import EVERYTHING, band, first
 from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES, Setting, build
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 LENGTH = 40
 SETTING = Setting(LENGTH, LENGTH, d=16)

@@ -14,8 +14,17 @@ from transformers.masking_utils import sdpa_mask
 
 import isentrope as ise
 from isentrope.hf.layer import Layer, _with_sinks
-from tests.hf.families import FAMILIES, ROTATING, WINDOW, logits, rotary_module, snapshot, unchanged, write_scaling
-from tests.hf.tiny import TRAINED, tokens
+from tests.fixtures.families import (
+    FAMILIES,
+    ROTATING,
+    WINDOW,
+    logits,
+    rotary_module,
+    snapshot,
+    unchanged,
+    write_scaling,
+)
+from tests.fixtures.models import TRAINED, tokens
 
 LONG = 100
 IDLE = "rerope:window=64+infoscale:train_length=64"

@@ -20,7 +20,7 @@ from transformers import (
 
 import isentrope as ise
 from isentrope.hf import layer
-from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import isentrope as ise
-from tests.hf.families import FAMILIES, logits, snapshot, unchanged
-from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.families import FAMILIES, logits, snapshot, unchanged
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
 LONG = 100
 

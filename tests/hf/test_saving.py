@@ -19,8 +19,7 @@ from transformers import (
 )
 
 import isentrope as ise
-
-from .tiny import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
 LONG = 80  # past the length of the tiny model
 UNTRAINED = ("cosine", "alibi", "nope", "ssmax")

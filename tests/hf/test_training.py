@@ -15,8 +15,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import isentrope as ise
-
-from .tiny import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
 HEADS, HEAD_DIM = 4, 8
 LONG = 80  # past the length of the tiny model

@@ -23,7 +23,7 @@ from isentrope.report import retrieval as report
 from isentrope.study.causal import retrieval
 from isentrope.study.causal.perplexity import under
 from isentrope.study.causal.retrieval import Config, Prompt, Prompts, failures, forced, generated, run, wilson
-from tests.hf.tiny import llama
+from tests.fixtures.models import llama
 
 FILLED = Haystack.of()
 RECIPES = ("plain", "rerope:window=16")

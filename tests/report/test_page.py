@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from isentrope.report import page
-from tests.made_study import study
+from tests.fixtures.study import study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser, google-chrome or chrome found")

@@ -25,7 +25,7 @@ from isentrope.study.evaluate import Protocol, evaluate
 from isentrope.study.fit import set_temperature
 from isentrope.study.run import checkpoints, run, status
 from isentrope.temperatures import Fitted
-from tests.small import make_corpus
+from tests.fixtures.corpus import make_corpus
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
 SIZES = "sizes: {hidden_size: 16, intermediate_size: 24, attention_key_size: 8}"

@@ -25,8 +25,8 @@ from isentrope.study import weights
 from isentrope.study.causal.perplexity import Text
 from isentrope.study.weights import BINS, Window
 from isentrope.theory import peak_cosine
-from tests.hf.tiny import llama, tokens
-from tests.largest import Largest
+from tests.fixtures.memory import Largest
+from tests.fixtures.models import llama, tokens
 
 RECIPES = (
     "rope",
@@ -347,6 +347,6 @@ def test_several_models_side_by_side(tmp_path):
 
 
 def test_the_guide_runs():
-    guide = (Path(__file__).parents[1] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(compile(block, "docs/inspect.md", "exec"), {})

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from isentrope.cli import app
 from isentrope.study import plan as plans
 from isentrope.study.run import SHIPPED
-from tests.test_run import PLAN
+from tests.experiments.test_run import PLAN
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
 TABLES = ("table.md", "table.tex", "table.csv", "claims.json", "report.html", "results.jsonl", "plan.json")

@@ -24,7 +24,7 @@ from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import figures, leaderboard, tables
 from isentrope.study.causal import perplexity
 from isentrope.study.causal.perplexity import Config, Text, run, summary, token_losses
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")
 CONFIG = Config(RECIPES, (0, 32, 64, 100))

@@ -24,7 +24,7 @@ from isentrope.study.causal import perplexity
 from isentrope.study.causal.plan import _edges, _tokens, load, single, usual
 from isentrope.study.causal.plan import run as run_plan
 from isentrope.study.run import SHIPPED
-from tests.hf.tiny import TRAINED, llama, tokens
+from tests.fixtures.models import TRAINED, llama, tokens
 
 PLAN = f"""
 title: A small one
@@ -91,7 +91,7 @@ def test_mistakes_are_answered_before_anything_is_loaded(run, tmp_path, before, 
         load(tmp_path / "bad.yaml")
 
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*.yaml")), ids=lambda path: path.stem)

@@ -34,7 +34,7 @@ from isentrope.study.features import hidden_states
 from isentrope.study.inspect import load as load_to_inspect
 from isentrope.study.place import causal_model
 from isentrope.study.run import SHIPPED
-from tests.hf.tiny import llama
+from tests.fixtures.models import llama
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:?!'\"()-\n"
 WEIGHT = "model.layers.0.mlp.up_proj.weight"

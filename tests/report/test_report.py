@@ -24,7 +24,7 @@ from isentrope.report.numbers import number
 from isentrope.report.published import beside, step, tables
 from isentrope.report.study import Row, read
 from isentrope.study.plan import load, names
-from tests.made_study import cell, cells, claim, plan, study, write
+from tests.fixtures.study import cell, cells, claim, plan, study, write
 
 ROWS = [("A", "plain"), ("A", "C.S."), ("A", "I.S."), ("A", "both")]
 

@@ -24,7 +24,7 @@ from isentrope.study.causal.choice import choose, halves
 from isentrope.study.causal.perplexity import Text, load, load_tokenizer, token_losses
 from isentrope.study.run import SHIPPED
 from isentrope.temperatures import Fitted
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 SMALL = {"max_position_embeddings": 16}
 CONFIG = Config(64, "rerope:window=8")

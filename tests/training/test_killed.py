@@ -24,8 +24,8 @@ from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
 from isentrope.study.train import Diverged, Interrupted, train
-from tests.small import make_corpus, one_cpu_thread
-from tests.test_train import GENTLE, TINY, assert_same_weights, states, stop_at
+from tests.fixtures.corpus import make_corpus, one_cpu_thread
+from tests.training.test_trainer import GENTLE, TINY, assert_same_weights, states, stop_at
 
 # processes that begin where torch is already imported, without threads or anything else of this one
 PROCESSES = multiprocessing.get_context("forkserver")
