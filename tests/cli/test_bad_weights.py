@@ -34,6 +34,7 @@ from isentrope.study.features import hidden_states
 from isentrope.study.inspect import load as load_to_inspect
 from isentrope.study.place import causal_model
 from isentrope.study.run import SHIPPED
+from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import llama
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:?!'\"()-\n"
@@ -89,12 +90,6 @@ def commands(model, text, out):
 COMMANDS = tuple(commands("", Path(), ""))
 
 
-def one_line(result, *words):
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.output, result.output
-    assert all(str(word) in result.stderr for word in words), result.stderr
-
-
 def truncate(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -147,14 +142,14 @@ def remove(folder):
 @pytest.mark.parametrize("harm", [truncate, flip_header, empty, rename, reshape, no_number, remove])
 def test_bad_weights_are_refused_by_name(copy, text, tmp_path, harm):
     words = harm(copy)
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), *words)
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), *words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("harm", [truncate, rename])
 def test_every_command_refuses_them(copy, text, tmp_path, harm, command):
     words = harm(copy)
-    one_line(tell(*commands(copy, text, tmp_path / "out")[command]), *words)
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")[command]), *words)
 
 
 def test_one_of_several_files(copy, text, tmp_path):
@@ -166,12 +161,12 @@ def test_one_of_several_files(copy, text, tmp_path):
     assert load_pretrained(LlamaForCausalLM, copy).config.vocab_size == 97
     content = shards[1].read_bytes()
     shards[1].write_bytes(content[:-1])
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), shards[1], "broken safetensors file")
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), shards[1], "broken safetensors file")
     shards[1].unlink()
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), f"expected {shards[1].name} beside it")
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), f"expected {shards[1].name} beside it")
     index = copy / "model.safetensors.index.json"
     index.write_text("{")
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), index, "expected JSON")
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), index, "expected JSON")
 
 
 class Bomb:
@@ -188,7 +183,9 @@ class Bomb:
 def test_pickles_are_not_opened(copy, text, tmp_path, command):
     (copy / "model.safetensors").unlink()
     (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-    one_line(tell(*commands(copy, text, tmp_path / "out")[command]), copy, "pytorch_model.bin, a pickle", "safetensors")
+    assert_one_line(
+        tell(*commands(copy, text, tmp_path / "out")[command]), copy, "pytorch_model.bin, a pickle", "safetensors"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -205,7 +202,7 @@ def test_a_pickled_adapter_is_not_opened(copy, text, tmp_path):
     config = {"peft_type": "LORA", "base_model_name_or_path": str(copy), "target_modules": ["q_proj"], "r": 2}
     (copy / "adapter_config.json").write_text(json.dumps(config))
     (copy / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), copy, "adapter_model.bin, a pickle")
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), copy, "adapter_model.bin, a pickle")
     assert not (tmp_path / "run").exists()
 
 
@@ -227,7 +224,7 @@ def test_a_gguf_file_that_is_cut_short(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 10, 5))  # five fields that do not follow
     result = tell("evaluate", tmp_path, "--data", tmp_path, "--gguf-file", path.name)
-    one_line(result, f"{path}: broken GGUF file", "fetch or save it again")
+    assert_one_line(result, f"{path}: broken GGUF file", "fetch or save it again")
     with pytest.raises(ValueError, match="broken GGUF file"):
         causal_model(str(tmp_path), torch.float32, path.name)
 
@@ -249,7 +246,7 @@ def test_a_pooler_that_is_not_used_may_be_missing(tmp_path, tokenizer):
 @pytest.mark.parametrize("content", [b"", b'{"a', b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_other_files_of_a_model_are_named(copy, text, tmp_path, file, content):
     (copy / file).write_bytes(content)
-    one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), copy / file, "fetch or save it again")
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), copy / file, "fetch or save it again")
 
 
 def test_a_model_that_is_not_on_the_hub_is_named(text, tmp_path, monkeypatch):
@@ -260,7 +257,7 @@ def test_a_model_that_is_not_on_the_hub_is_named(text, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
     for command in ("perplexity", "evaluate"):
         words = "no/such: We couldn't connect. Check the name, or fetch the model into a folder."
-        one_line(tell(*commands("no/such", text, tmp_path)[command]), words)
+        assert_one_line(tell(*commands("no/such", text, tmp_path)[command]), words)
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------
@@ -322,13 +319,13 @@ def bloom(tmp_path_factory, tokenizer):
 
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])
 def test_llama_4_is_refused_for_its_rotation(llama4, text, tmp_path, command):
-    one_line(tell(*commands(llama4, text, tmp_path)[command]), "llama4_text: rotates by complex numbers")
+    assert_one_line(tell(*commands(llama4, text, tmp_path)[command]), "llama4_text: rotates by complex numbers")
 
 
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])
 def test_bloom_is_refused_for_its_attention(bloom, text, tmp_path, command):
     words = "bloom: its attention does not go through transformers' AttentionInterface"
-    one_line(tell(*commands(bloom, text, tmp_path)[command]), words)
+    assert_one_line(tell(*commands(bloom, text, tmp_path)[command]), words)
 
 
 def test_both_have_a_perplexity_as_they_are(llama4, bloom, text, tmp_path):

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from isentrope.cli import app
 from isentrope.study import plan as plans
 from isentrope.study.run import SHIPPED
-from tests.experiments.test_run import PLAN
+from tests.fixtures.commands import assert_one_line
+from tests.fixtures.plans import PLAN
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
 TABLES = ("table.md", "table.tex", "table.csv", "claims.json", "report.html", "results.jsonl", "plan.json")
@@ -25,12 +26,6 @@ TABLES = ("table.md", "table.tex", "table.csv", "claims.json", "report.html", "r
 
 def tell(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def one_line(result, *words):
-    assert result.exit_code == 2, result.output
-    assert len(result.stderr.strip().splitlines()) == 1 and "Traceback" not in result.output
-    assert all(word in result.stderr for word in words), result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +105,15 @@ def test_the_laws_as_formulas_and_by_value(tmp_path):
 
 
 def test_mistakes_end_in_one_line(corpus, tmp_path):
-    one_line(tell("study", "run", "ablations", "--data", corpus), "did you mean 'ablation'")
-    one_line(tell("study", "run", "ablation", "--out", tmp_path), "--data")
-    one_line(tell("study", "run", "dataset"), "--data")
-    one_line(tell("study", "run", "ablation", "--data", tmp_path / "no"), "isentrope data prepare")
-    one_line(tell("study", "run", "ablation", "--data", corpus, "--lengths", "8,x"), "lengths")
-    one_line(tell("study", "status", "nothing"), "unknown 'nothing'")
-    one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "config.json")
-    one_line(tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
-    one_line(
+    assert_one_line(tell("study", "run", "ablations", "--data", corpus), "did you mean 'ablation'")
+    assert_one_line(tell("study", "run", "ablation", "--out", tmp_path), "--data")
+    assert_one_line(tell("study", "run", "dataset"), "--data")
+    assert_one_line(tell("study", "run", "ablation", "--data", tmp_path / "no"), "isentrope data prepare")
+    assert_one_line(tell("study", "run", "ablation", "--data", corpus, "--lengths", "8,x"), "lengths")
+    assert_one_line(tell("study", "status", "nothing"), "unknown 'nothing'")
+    assert_one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "config.json")
+    assert_one_line(tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
+    assert_one_line(
         tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "rope"), "expected the tokens of the corpus"
     )
 
@@ -132,18 +127,20 @@ def test_a_model_of_another_kind_is_not_evaluated(corpus, tmp_path):
     """Its weights would be left out, and random ones measured."""
     words = ("--data", corpus, "--recipe", "rope", "--out", tmp_path)
     BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
-    one_line(tell("evaluate", tmp_path / "bert", *words), "expected a causal one or GAU-α, got BertForMaskedLM")
+    assert_one_line(tell("evaluate", tmp_path / "bert", *words), "expected a causal one or GAU-α, got BertForMaskedLM")
     T5Config().save_pretrained(tmp_path / "t5")
-    one_line(tell("evaluate", tmp_path / "t5", *words), "got t5")
-    one_line(tell("evaluate", SHIPPED / "llama", *words), "data: expected text for a causal model")
-    one_line(tell("evaluate", SHIPPED / "dot", *words, "--length", "4x"), "--length: not for a model of type GAU-α")
-    one_line(tell("evaluate", SHIPPED / "dot", *words[:2]), "recipe, data: expected recipes and one corpus")
+    assert_one_line(tell("evaluate", tmp_path / "t5", *words), "got t5")
+    assert_one_line(tell("evaluate", SHIPPED / "llama", *words), "data: expected text for a causal model")
+    assert_one_line(
+        tell("evaluate", SHIPPED / "dot", *words, "--length", "4x"), "--length: not for a model of type GAU-α"
+    )
+    assert_one_line(tell("evaluate", SHIPPED / "dot", *words[:2]), "recipe, data: expected recipes and one corpus")
     plan = tmp_path / "llama.yaml"
     rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
     plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{path: {SHIPPED / 'llama'}}}}}\n{rows}\n")
-    one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "gau_alpha, got llama")
+    assert_one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "gau_alpha, got llama")
     plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{train: {{preset: causal}}}}}}\n{rows}\n")
-    one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "expected masked", "got causal")
+    assert_one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "expected masked", "got causal")
 
 
 def test_the_llama_that_ships_knows_its_text():

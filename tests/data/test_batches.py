@@ -9,21 +9,7 @@ import pytest
 import torch
 
 from isentrope.data.batches import Batches
-from isentrope.data.prepared import Documents
-
-MASK = 4
-ORDINARY = np.arange(5, 45)  # tokens of no document: what is put in place of others shows
-FIRST = 1000  # document i holds FIRST · (i + 1), and on from there: a token tells where it stood
-
-
-def documents(*lengths):
-    lengths = np.array(lengths, np.int64)
-    ids = [FIRST * (i + 1) + np.arange(length) for i, length in enumerate(lengths.tolist())]
-    names = [f"document {i}" for i in range(len(lengths))]
-    return Documents(names, lengths, np.cumsum(lengths) - lengths, np.concatenate(ids or [[]]).astype(np.int32))
-
-
-TEN = documents(40, 300, 41, 150, 77, 120, 40, 99, 256, 64)
+from tests.fixtures.documents import FIRST, MASK, ORDINARY, TEN, documents
 
 
 def batches(found=TEN, **options):

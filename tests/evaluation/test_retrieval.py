@@ -1,13 +1,10 @@
-"""Retrieval: examples that are the same everywhere and exactly as long as asked, what is scored, and what is kept."""
+"""Retrieval: prompts exactly as long as requested, what is scored, and what is kept."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
-from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,15 +14,15 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.data.filler import FILLER, QUALITIES, THINGS
-from isentrope.data.needles import COMMON, LINKS, PLACED, TASKS, VALUES, Haystack, draft, filled
+from isentrope.data.needles import LINKS, TASKS, VALUES, Haystack
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import retrieval as report
 from isentrope.study.causal import retrieval
 from isentrope.study.causal.perplexity import under
 from isentrope.study.causal.retrieval import Config, Prompt, Prompts, failures, forced, generated, run, wilson
 from tests.fixtures.models import llama
+from tests.fixtures.needles import FILLED, made, solved
 
-FILLED = Haystack.of()
 RECIPES = ("plain", "rerope:window=16")
 CHAT = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
 
@@ -48,11 +45,6 @@ def merges():
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def made(task, length=600, depth=50, seed=0, index=0, haystack=FILLED, measure=lambda x: len(x.asked + x.reply)):
-    place = depth if task in PLACED else None
-    return filled(draft(task, length, place, seed, index, haystack), length, measure)
-
-
 def with_chat(tokenizer, template):
     found = copy.deepcopy(tokenizer)
     found.chat_template = template
@@ -65,85 +57,6 @@ def tiny(tokenizer):
 
 def small(tasks=("passkey", "variables"), **others):
     return Config(RECIPES, tasks, **({"lengths": (600, 700), "depths": (0, 100), "examples": 2} | others))
-
-
-def solved(prompt):
-    """The answers, from nothing but the text and how the reply begins."""
-    text, lead = prompt.rsplit("\n", 1)
-    if lead.startswith("The codes for"):
-        return re.findall(rf"A code for the {lead[18:-16]} is the number (\d+)\.", text)
-    if lead.startswith("The variables"):
-        held = {re.search(r"\d+", lead)[0]}
-        steps = re.findall(r"Let (\w+) = (\w+)\.", text)
-        return [name for name, value in steps if value in held and not held.add(name)]
-    if lead.startswith(f"The {COMMON} most frequent"):
-        counts = Counter(re.findall(r"\w+", text.split("\n\n")[1])).most_common(COMMON + 1)
-        assert counts[COMMON - 1][1] >= 3 * counts[COMMON][1]
-        return [word for word, _ in counts[:COMMON]]
-    return re.findall(rf"{lead} (\d+)\.", text)
-
-
-# examples
-
-
-def test_the_same_examples_everywhere():
-    told = json.dumps([[x.asked, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))])
-    assert hashlib.sha256(told.encode()).hexdigest()[:16] == "87987b370e687a50"
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_examples_differ_by_seed_index_length_and_depth(task):
-    others = [{}, {"seed": 1}, {"index": 1}, {"length": 601}] + [{"depth": 51}] * (task in PLACED)
-    texts = {made(task, **other).asked for other in others}
-    assert len(texts) == len(others)
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("index", range(3))
-def test_the_answer_follows_from_the_text(task, index):
-    example = made(task, length=1500, index=index)
-    assert sorted(solved(f"{example.asked}\n{example.lead}")) == sorted(example.answers)
-    assert len(example.answers) == {"multivalue": VALUES, "variables": LINKS, "words": COMMON}.get(task, 1)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_how_often_answers_are_in_the_text(task):
-    example = made(task, length=1500)
-    counts = [example.text.count(answer) for answer in example.answers]
-    if task == "variables":  # each but the last is given to the next
-        assert counts == [2] * (LINKS - 1) + [1]
-    elif task == "words":
-        others = Counter(example.text.split(", "))
-        assert min(counts) >= 3 * max(count for word, count in others.items() if word not in example.answers)
-    else:
-        assert set(counts) == {1}
-    assert not any(answer in example.question + example.lead for answer in example.answers)
-
-
-def test_numbers_of_the_text_are_not_used():
-    taken = made("passkey").answers[0]
-    assert made("passkey", haystack=Haystack.of([f"{FILLER} It was {taken} then."])).answers[0] != taken
-
-
-@pytest.mark.parametrize("depth", [0, 10, 37.5, 50, 90, 100])
-@pytest.mark.parametrize("text", [FILLER, "河水流过山谷。" * 40 + "鸟在树上。" * 30, "no sentence ends here " * 50])
-def test_depth(depth, text):
-    example = made("needle", length=2000, depth=depth, haystack=Haystack.of([text]))
-    before, after = example.text.split(f"{example.lead} {example.answers[0]}.")
-    share = len(before) / len(before + after)
-    assert example.place == pytest.approx(share, abs=0.01)
-    assert share == pytest.approx(depth / 100, abs=0.1)
-    if text is FILLER:
-        assert before == "" or before.rstrip().endswith(".")
-
-
-@pytest.mark.parametrize("text", [FILLER, "  a\n\n b。c\td！！ " + "x" * 100, "one"])
-def test_pieces_are_the_text(text):
-    haystack = Haystack.of([text])
-    assert "".join(haystack.pieces).strip() == text.strip()
-    pieces, between = haystack.before(haystack.ends[-1], 3 * len(haystack.pieces) + 1)
-    assert between[0] == 0 and between[-1] == len(pieces) == 3 * len(haystack.pieces) + 1
-    assert all(a < b for a, b in pairwise(between))
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -164,21 +77,6 @@ def test_too_short(letters, tmp_path):
     with pytest.raises(ValueError, match=r"lengths: expected \d+ tokens or more for variables, got 450"):
         run(tiny(letters), "tiny", Prompts.of(letters), FILLED, small(lengths=(450, 900)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (lambda: draft("haystack", 100, 50, 0, 0, FILLED), "task: expected one of passkey"),
-        (lambda: draft("passkey", 100, None, 0, 0, FILLED), "depth: expected 0 … 100 for passkey, got None"),
-        (lambda: draft("passkey", 100, 101, 0, 0, FILLED), "depth: expected 0 … 100"),
-        (lambda: draft("words", 100, 50, 0, 0, FILLED), "depth: expected None for words, got 50"),
-        (lambda: Haystack.of([" \n"]), "text: expected some"),
-    ],
-)
-def test_bad_examples(action, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        action()
 
 
 # prompts

@@ -26,24 +26,9 @@ from isentrope.study.fit import set_temperature
 from isentrope.study.run import checkpoints, run, status
 from isentrope.temperatures import Fitted
 from tests.fixtures.corpus import make_corpus
+from tests.fixtures.plans import PLAN
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
-SIZES = "sizes: {hidden_size: 16, intermediate_size: 24, attention_key_size: 8}"
-SMALL = "layers: 2, batch: 4, length: 16, steps: 2, validation: 8"
-PLAN = f"""
-title: A small study
-label: table x
-lengths: [16, 64, 4000]
-train_length: 16
-protocol: {{positions: 6}}
-seeds: [0, 1]
-checkpoints:
-  base: {{seeded: false, train: {{preset: train, {SMALL}, {SIZES}}}}}
-  dot: {{train: {{preset: train, model: base, {SMALL}}}}}
-  cosine: {{train: {{preset: train, model: base, {SMALL}, cosscale: 16}}}}
-methods:
-  - {{method: GAU-α, recipe: rope, checkpoint: dot, cosine: cosine, alpha: 16}}
-"""
 
 
 @pytest.fixture(scope="module")

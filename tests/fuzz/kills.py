@@ -19,9 +19,9 @@ import torch
 
 from isentrope.study import plan as plans
 from isentrope.study.run import run
-from tests.experiments.test_run import PLAN
 from tests.fixtures.corpus import make_corpus
-from tests.training.test_killed import arguments, assert_same_run
+from tests.fixtures.plans import PLAN
+from tests.fixtures.training import arguments, assert_same_run
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["isentrope.cli", "isentrope.study.run", "isentrope.study.train", "isentrope.report.losses"]

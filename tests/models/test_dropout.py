@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from isentrope.data.batches import Batches
 from isentrope.models.dropout import dropout
-from tests.data.test_batches import MASK, ORDINARY, TEN
-from tests.models.test_gau import model, tokens
+from tests.fixtures.documents import MASK, ORDINARY, TEN
+from tests.fixtures.gau import model, tokens
 
 SHARE = 0.1
 SHAPES = [(8, 33), (8, 17, 24), (8, 2, 15, 15)]

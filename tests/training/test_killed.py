@@ -24,14 +24,22 @@ from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
 from isentrope.study.train import Diverged, Interrupted, train
-from tests.fixtures.corpus import make_corpus, one_cpu_thread
-from tests.training.test_trainer import GENTLE, TINY, assert_same_weights, states, stop_at
+from tests.fixtures.corpus import make_corpus
+from tests.fixtures.training import (
+    GENTLE,
+    STEPS,
+    TINY,
+    arguments,
+    assert_same_run,
+    assert_same_weights,
+    one_cpu_thread,
+    states,
+    stop_at,
+)
 
-# processes that begin where torch is already imported, without threads or anything else of this one
 PROCESSES = multiprocessing.get_context("forkserver")
 ALONE = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 PATIENCE = 120  # seconds
-STEPS = 160
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,24 +91,7 @@ def logged(run):
     return max((row["step"] for row in read_log(run / "log.jsonl")), default=0)
 
 
-def assert_same_run(one, other):
-    """To the last bit."""
-    assert_same_weights(one, other)
-    assert (one / "log.jsonl").read_text() == (other / "log.jsonl").read_text()
-    told = [json.loads((run / "train.json").read_text()) for run in (one, other)]
-    assert told[0]["finished"] and told[0]["best"] == told[1]["best"]
-    best = [(run / "best" / "model.safetensors").read_bytes() for run in (one, other)]
-    assert best[0] == best[1]
-
-
 # the command, killed and told to stop
-
-
-def arguments(corpus, out, save_every):
-    sizes = "hidden_size=32,intermediate_size=48,attention_key_size=8"
-    words = ("train", corpus, "--out", out, "--layers", 2, "--sizes", sizes, "--length", 16, "--batch", 16,
-             "--steps", STEPS, "--rate", 0.01, "--evaluate-every", 60, "--save-every", save_every)  # fmt: skip
-    return [str(word) for word in words]
 
 
 @pytest.fixture(scope="module")
