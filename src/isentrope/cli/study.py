@@ -107,14 +107,14 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     """Run `laws` or `dataset`, the plans without trainings and cells."""
     from rich.console import Console
 
-    from isentrope.data.prepared import Prepared
+    from isentrope.data.prepared import PreparedCorpus
     from isentrope.report.tables import terminal as tables
 
     if name == "laws":
         laws(out / "laws")
         Console().print(tables.formulas(out / "laws" / "laws.json"))
     elif corpus is not None:
-        print_partition(Prepared.open(corpus).folder / "manifest.json")
+        print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
 
 
 @contextmanager
@@ -171,14 +171,14 @@ def draw_figures(
 
     isentrope study figures --data data/laws --out results
     """
-    from isentrope.data.prepared import Prepared
+    from isentrope.data.prepared import PreparedCorpus
     from isentrope.experiments.paper.figures import looks, trainings
     from isentrope.report.figures import inspect
     from isentrope.report.figures.losses import losses
     from isentrope.report.figures.partition import partition
 
     disable_progress_bars()
-    prepared = Prepared.open(corpus)
+    prepared = PreparedCorpus.open(corpus)
     inspected, runs = looks(prepared, out, print_progress), trainings(prepared, out, print_progress)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)

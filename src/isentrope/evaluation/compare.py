@@ -54,7 +54,7 @@ class Inputs:
 
     texts: Sequence[Text]
     prompts: PromptFormat | None = None
-    haystack: Haystack = field(default_factory=Haystack.of)
+    haystack: Haystack = field(default_factory=Haystack.from_texts)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from isentrope.pretrained import (
     resolve_model_name,
 )
 from isentrope.recipe import Recipe
-from isentrope.utils.extras import require
+from isentrope.utils.extras import require_package
 from isentrope.utils.files import write_atomically
 
 
@@ -71,7 +71,7 @@ def load_causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> Pr
             model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
             return model
         return load(name, dtype=dtype)
-    require("gguf")
+    require_package("gguf")
     # dequantised, since blocks of quantised weights can be neither extended nor saved
     gguf_config = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}

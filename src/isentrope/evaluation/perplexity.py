@@ -27,8 +27,8 @@ from isentrope.evaluation.texts import Text, check_texts
 from isentrope.hf.layer_plan import train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 MAX_LOGITS = 1 << 26  # entries of the logits in memory at a time
 
@@ -104,7 +104,7 @@ def measure_perplexity(
     if todo:
         check_logits(model, torch.tensor(texts[0].tokens[:32]))
     failed: list[dict[str, str]] = []
-    for recipe, text in progress(todo, lambda cell: cell[0]):
+    for recipe, text in track_progress(todo, lambda cell: cell[0]):
         key = {"recipe": recipe, "text": text.sha256}
         try:
             store.cells[recipe, text.sha256] = key | measure_text(model, recipe, text, config.edges)
@@ -112,7 +112,7 @@ def measure_perplexity(
             failed.append(key | {"failed": summarize_error(error)})
             if model.device.type == "cuda":
                 torch.cuda.empty_cache()
-        store.head |= {"run": provenance() | {"transformers": transformers.__version__}, "failed": failed}
+        store.head |= {"run": collect_provenance() | {"transformers": transformers.__version__}, "failed": failed}
         store.write(summarize_perplexity(store.results()))
     path = out / PERPLEXITY.file
     if not store.cells:

@@ -16,16 +16,16 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from isentrope.data.corpus import documents
-from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
+from isentrope.data.corpus import read_documents
+from isentrope.data.needles import DEPTH_TASKS, TASKS, Example, ExampleDraft, Haystack, draft_example, fill_to_length
 from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import summarize_error
 from isentrope.evaluation.recipes import check_recipes, under_recipe
 from isentrope.evaluation.results import RETRIEVAL, ResultsStore
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 SCORES = ("both", "forced")
 # put before a chat template, so that those that print the date make the same prompts on every day
@@ -83,7 +83,7 @@ class RetrievalConfig:
             (task, length, depth)
             for length in sorted(self.lengths)
             for task in self.tasks
-            for depth in (sorted(self.depths) if task in PLACED else (None,))
+            for depth in (sorted(self.depths) if task in DEPTH_TASKS else (None,))
         ]
 
 
@@ -95,11 +95,11 @@ def _check(name: str, values: Sequence[Any], expected: str, good: Any) -> None:
 def load_haystack(paths: Sequence[Path]) -> Haystack:
     """Read the texts of these files as one; a few plain sentences where there are none."""
     if not paths:
-        return Haystack.of()
-    given = list(documents(paths))
+        return Haystack.from_texts()
+    given = list(read_documents(paths))
     if any(document.text is None for document in given):
         raise ValueError("text: expected documents with text, got some with tokens alone")
-    return Haystack.of(document.text or "" for document in given)
+    return Haystack.from_texts(document.text or "" for document in given)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class PromptFormat:
 
     def format(self, example: Example) -> str:
         if not self.chat:
-            return f"{example.asked}\n{example.lead}"
-        messages = [{"role": "user", "content": example.asked}]
+            return f"{example.user_message}\n{example.lead}"
+        messages = [{"role": "user", "content": example.user_message}]
         template = FIXED_DATE + self.tokenizer.get_chat_template()
         opened: str = self.tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
@@ -163,7 +163,7 @@ class PromptFormat:
         if whole[: len(tokens)] != tokens:
             raise ValueError("tokenizer: expected a prompt to have the same tokens when its answer follows, got others")
         answer = whole[len(tokens) :]
-        if example.found(said := self.tokenizer.decode(answer)) < len(example.answers):
+        if example.count_answers(said := self.tokenizer.decode(answer)) < len(example.answers):
             raise ValueError(f"tokenizer: expected it to spell {example.reply.strip()!r}, got {said!r}")
         return Prompt(example, text, tokens, answer)
 
@@ -220,29 +220,29 @@ def measure_retrieval(
     model.eval()
     _check_measurable(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
     out.mkdir(parents=True, exist_ok=True)
-    for cell, recipes in progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
-        examples = [prompts.build_prompt(filled(each, cell[1], prompts.count_tokens)) for each in drafts[cell]]
+    for cell, recipes in track_progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
+        examples = [prompts.build_prompt(fill_to_length(each, cell[1], prompts.count_tokens)) for each in drafts[cell]]
         for recipe in recipes:
             store.cells[recipe, *cell] = _measure_cell(model, prompts.tokenizer, recipe, cell, examples, config.score)
-            store.head["run"] = provenance() | {"transformers": transformers.__version__}
+            store.head["run"] = collect_provenance() | {"transformers": transformers.__version__}
             store.write(summarize_retrieval(store.results()))
     return out / RETRIEVAL.file
 
 
-def _draft_examples(cell: Cell, haystack: Haystack, config: RetrievalConfig) -> list[Draft]:
+def _draft_examples(cell: Cell, haystack: Haystack, config: RetrievalConfig) -> list[ExampleDraft]:
     task, length, depth = cell
-    return [draft(task, length, depth, config.seed, index, haystack) for index in range(config.examples)]
+    return [draft_example(task, length, depth, config.seed, index, haystack) for index in range(config.examples)]
 
 
 def _hash_examples(prompts: PromptFormat, haystack: Haystack, seed: int) -> str:
     """Hash all that examples depend on: generator, seed, text, template and tokenizer."""
-    drafts = [draft(task, 0, 50 if task in PLACED else None, seed, 0, haystack) for task in TASKS]
+    drafts = [draft_example(task, 0, 50 if task in DEPTH_TASKS else None, seed, 0, haystack) for task in TASKS]
     tokens = [prompts.tokenize(prompts.format(each.shortest)) for each in drafts]
     return hashlib.sha256(json.dumps([haystack.sha256, tokens]).encode()).hexdigest()
 
 
 def _check_measurable(
-    model: PreTrainedModel, drafts: dict[Cell, list[Draft]], prompts: PromptFormat, recipes: set[str]
+    model: PreTrainedModel, drafts: dict[Cell, list[ExampleDraft]], prompts: PromptFormat, recipes: set[str]
 ) -> None:
     for (task, length, _), examples in drafts.items():
         need = max(prompts.count_tokens(each.shortest) for each in examples)
@@ -269,7 +269,7 @@ def _measure_cell(
         with under_recipe(model, recipe), torch.no_grad():
             for prompt in prompts:
                 start = time.perf_counter()
-                row = {"tokens": prompt.total, "prompt": len(prompt.tokens), "place": prompt.example.place}
+                row = {"tokens": prompt.total, "prompt": len(prompt.tokens), "place": prompt.example.depth}
                 row |= score_answer(model, prompt)
                 middle = time.perf_counter()
                 seconds["forced"] += middle - start
@@ -321,7 +321,7 @@ def generate_answer(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> d
     if not torch.equal(out[0, : ids.shape[1]], ids[0]):
         raise ValueError("generate: expected the whole prompt before the reply, got another")
     reply = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return {"reply": reply, "share": prompt.example.found(reply) / len(prompt.example.answers)}
+    return {"reply": reply, "share": prompt.example.count_answers(reply) / len(prompt.example.answers)}
 
 
 def summarize_retrieval(results: dict[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from isentrope.data.corpus import Document, documents
-from isentrope.data.prepared import MANIFEST
-from isentrope.data.source import Source
+from isentrope.data.corpus import Document, read_documents
+from isentrope.data.source import find_text_files
 from isentrope.evaluation.loading import load_tokenizer
 
 
@@ -30,15 +28,6 @@ class Text:
 TextInput = Text | Path | str | Sequence[int]  # a file, folder or glob; a string of text; token ids
 
 
-def find_text_paths(location: str) -> list[Path]:
-    """List the text files of a file's or folder's name or a glob; refuse a corpus prepared for GAU-α."""
-    if (Path(location) / MANIFEST).is_file():
-        raise ValueError(f"data: expected text for a causal model, got {location}, prepared for GAU-α")
-    if not Path(location).exists() and not has_magic(location):
-        raise ValueError(f"data: expected a file, a folder or a glob, got {location!r}")
-    return Source(location).paths
-
-
 def load_texts(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, limit: int) -> list[Text]:
     """Read the first documents that have `length` tokens or more, cut to that length.
 
@@ -49,7 +38,7 @@ def load_texts(paths: Sequence[Path], name: str, gguf_file: str | None, length: 
         length: tokens read of each document.
         limit: the largest number of documents.
     """
-    return tokenize_documents(documents(paths), lambda: load_tokenizer(name, gguf_file), length, limit)
+    return tokenize_documents(read_documents(paths), lambda: load_tokenizer(name, gguf_file), length, limit)
 
 
 def collect_texts(texts: TextInput | Sequence[TextInput], model_name: str, length: int, limit: int) -> list[Text]:
@@ -76,7 +65,7 @@ def iterate_documents(inputs: TextInput | Sequence[TextInput]) -> Iterator[Docum
         if isinstance(each, str) and not _names_files(each):
             yield Document(f"text {number}", each)
         elif isinstance(each, str | Path):
-            yield from documents(find_text_paths(str(each)))
+            yield from read_documents(find_text_files(str(each)))
         else:
             yield Document(f"text {number}", tokens=tuple(int(token) for token in each))
 

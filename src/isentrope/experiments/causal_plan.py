@@ -12,14 +12,14 @@ from typing import Any
 import yaml
 from transformers import PreTrainedConfig
 
-from isentrope.data.source import Source
+from isentrope.data.source import Source, find_text_files
 from isentrope.evaluation.compare import Comparison, Inputs, compare_recipes, plan_comparison
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import PerplexityConfig, select_cells
 from isentrope.evaluation.results import PERPLEXITY, list_failures, read_if_whole
 from isentrope.evaluation.results import RETRIEVAL as RETRIEVAL_SCHEMA
 from isentrope.evaluation.retrieval import PromptFormat, RetrievalConfig, load_haystack
-from isentrope.evaluation.texts import find_text_paths, load_texts
+from isentrope.evaluation.texts import load_texts
 
 KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER = ("model", "gguf_file", "dtype", "device", "chat")
@@ -102,7 +102,7 @@ def single(
         name=name,
         title=comparison.title,
         decoder={"model": str(where)} | {key: value for key, value in loading.items() if value is not None},
-        texts=tuple(path for word in data for path in find_text_paths(word)),
+        texts=tuple(path for word in data for path in find_text_files(word)),
         documents=documents,
         perplexity=comparison.perplexity,
         retrieval=comparison.retrieval,
