@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import isentrope as ise
-from isentrope.data.batches import Batches
+from isentrope.data.batches import MaskedBatches
 from isentrope.data.prepared import Documents
-from isentrope.evaluation.perplexity import load
+from isentrope.evaluation.loading import load_on_device
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.training.step import Stepper, ahead
 
@@ -53,7 +53,7 @@ def decoding(size: Sizes, model: str | None = None, gguf_file: str | None = None
 @cache
 def _models(size: Sizes, name: str | None, gguf_file: str | None) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The model twice, so that the plain one and the extended one can take turns."""
-    plain = load(name, "auto", "auto", gguf_file) if name else random_model(size)
+    plain = load_on_device(name, "auto", "auto", gguf_file) if name else random_model(size)
     return plain.eval(), copy.deepcopy(plain).eval()
 
 
@@ -237,7 +237,7 @@ def trained(size: Sizes, batch: int, length: int, steps: int) -> float:
     ids = np.random.default_rng(0).integers(5, VOCABULARY, 1 << 22, np.int32)
     count = len(ids) // 8192
     documents = Documents([str(i) for i in range(count)], np.full(count, 8192), np.arange(count) * 8192, ids)
-    batches = Batches(documents, length, batch, 0, mask_token=4, ordinary=np.arange(5, VOCABULARY))
+    batches = MaskedBatches(documents, length, batch, 0, mask_token=4, replacement_tokens=np.arange(5, VOCABULARY))
     cuda = size.device == "cuda"
     model: nn.Module = network(size, 0.1).train()
     stepper = Stepper(model, Accelerator(), decay=0.01, clip=1.0, bf16=cuda, accumulate=1, compile=cuda)

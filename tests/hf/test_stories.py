@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import isentrope as ise
-from isentrope.study.causal.perplexity import token_losses
+from isentrope.evaluation.perplexity import token_losses
 
 MODELS = Path(os.environ.get("ISENTROPE_MODELS", Path(__file__).parents[3] / "shared" / "models"))
 FOLDER = MODELS / "stories15M"

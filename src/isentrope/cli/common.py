@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.utils.extras import MissingExtraError, named_extras
+from isentrope.utils.extras import MissingExtraError, name_missing_extras
 from isentrope.utils.files import explain_os_error
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -19,7 +19,7 @@ Texts = Annotated[
     list[str],
     typer.Argument(help="Files, folders or globs: text, .parquet, or .jsonl(.xz) with a 'text' on each line."),
 ]
-PreparedCorpus = typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")
+CORPUS_OPTION = typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")
 Recipes = Annotated[
     list[str], typer.Option(help="A recipe to compare; 'plain' is the unchanged model. Repeat for several.")
 ]
@@ -50,7 +50,7 @@ def main(
 def errors_in_one_line() -> Iterator[None]:
     """Print an expected error as one line on stderr and exit with status 2; also usable as a decorator."""
     try:
-        with named_extras():
+        with name_missing_extras():
             yield
     except BrokenPipeError:
         raise  # nobody reads the output any more
@@ -104,6 +104,6 @@ def disable_progress_bars() -> None:
 
 def expand_paths(patterns: Sequence[str]) -> list[Path]:
     """Return the text files of all the given files, folders and globs."""
-    from isentrope.experiments.causal_plan import texts_of
+    from isentrope.data.source import find_text_files
 
-    return [path for pattern in patterns for path in texts_of(pattern)]
+    return [path for pattern in patterns for path in find_text_files(pattern)]

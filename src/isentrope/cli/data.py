@@ -55,8 +55,8 @@ def prepare(
     from isentrope.data.source import Source
 
     corpus = Source(source, column, subset, split, data_files, skip_broken, limit)
-    options = preparation.Options(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
-    print_partition(preparation.prepare(corpus, out, options, say=print_progress))
+    options = preparation.PrepareOptions(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
+    print_partition(preparation.prepare(corpus, out, options, notify=print_progress))
 
 
 def print_partition(manifest: Path) -> None:

@@ -35,12 +35,12 @@ def print_recipes(folder: Path) -> None:
     from rich.console import Console
 
     from isentrope.report.html.recipes import summarize_recipes
-    from isentrope.report.tables import leaderboard
+    from isentrope.report.tables.leaderboard import build_leaderboard_table
     from isentrope.report.tables.retrieval import build_retrieval_table
 
     if (results := folder / "retrieval.json").exists():
         print_table(build_retrieval_table(results))
-    print_table(leaderboard.table(folder))
+    print_table(build_leaderboard_table(folder))
     for line in summarize_recipes(folder):
         Console(soft_wrap=True).print(line)
 

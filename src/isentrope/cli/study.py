@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from isentrope.cli.common import (
-    PreparedCorpus,
+    CORPUS_OPTION,
     app,
     disable_progress_bars,
     errors_in_one_line,
@@ -50,7 +50,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
         "results"
     ),
-    corpus: Annotated[Path | None, PreparedCorpus] = None,
+    corpus: Annotated[Path | None, CORPUS_OPTION] = None,
     lengths: Annotated[str | None, typer.Option(help="Lengths, instead of the plan's, such as 128,1024.")] = None,
     positions: Annotated[
         int | None, typer.Option(help="Masked positions per document, instead of the plan's; 0 for all.")
@@ -107,14 +107,14 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     """Run `laws` or `dataset`, the plans without trainings and cells."""
     from rich.console import Console
 
-    from isentrope.data.prepared import Prepared
+    from isentrope.data.prepared import PreparedCorpus
     from isentrope.report.tables.terminal import build_formulas_table
 
     if name == "laws":
         laws(out / "laws")
         Console().print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
-        print_partition(Prepared.open(corpus).folder / "manifest.json")
+        print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
 
 
 @contextmanager
@@ -164,21 +164,21 @@ def status(
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(
-    corpus: Annotated[Path, PreparedCorpus],
+    corpus: Annotated[Path, CORPUS_OPTION],
     out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
 ) -> None:
     """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
 
     isentrope study figures --data data/laws --out results
     """
-    from isentrope.data.prepared import Prepared
+    from isentrope.data.prepared import PreparedCorpus
     from isentrope.experiments.paper.figures import looks, trainings
     from isentrope.report.figures import inspect
     from isentrope.report.figures.losses import draw_losses
     from isentrope.report.figures.partition import draw_partition
 
     disable_progress_bars()
-    prepared = Prepared.open(corpus)
+    prepared = PreparedCorpus.open(corpus)
     inspected, runs = looks(prepared, out, print_progress), trainings(prepared, out, print_progress)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from isentrope.data.batches import Batches, Crops, NextTokens
-from isentrope.data.prepared import Prepared
+from isentrope.data.batches import CropBatches, MaskedBatches, NextTokenBatches
+from isentrope.data.prepared import PreparedCorpus
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import LEARNED, gau_recipe
 from isentrope.models.tokenizer import without_marks
@@ -36,13 +36,14 @@ from isentrope.pretrained import (
 )
 from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors
 from isentrope.training.config import HOW, LLAMA, Config
-from isentrope.training.progress import Watch
 from isentrope.training.step import Batch, Stepper, ahead
 from isentrope.utils.files import read_fields, write_json
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import ProgressBar
+from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
 DIVERGED = 3.0  # nats above the lowest loss so far
+LINE_INTERVAL = 15.0  # seconds between lines of progress
 SAVE = 60.0  # seconds between states
 COMPILES = 1 << 25  # tokens of a run that is worth half a minute of compiling
 START: dict[str, Any] = {"step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0}
@@ -66,7 +67,7 @@ def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = 
     `best/` holds the model with the lowest validation loss and `final/` the last one, both for `from_pretrained`, with
     the tokenizer; `log.jsonl` the losses; `state-*.safetensors` what an interrupted run goes on from.
     """
-    prepared = Prepared.open(data)
+    prepared = PreparedCorpus.open(data)
     accelerator = Accelerator(mixed_precision="no", log_with=_trackers(track) or None, project_dir=str(out))
     run = Run(prepared, config, out, accelerator)
     if (finished := run.finished()) is not None:
@@ -77,7 +78,7 @@ def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = 
 class Run:
     """One training run, from its first step or the last one saved."""
 
-    def __init__(self, prepared: Prepared, config: Config, out: Path, accelerator: Accelerator) -> None:
+    def __init__(self, prepared: PreparedCorpus, config: Config, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
         self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
         tokenizer: Any = read_tokenizer(prepared.tokenizer_path)
@@ -136,10 +137,10 @@ class Run:
         try:
             with (
                 _signals() as caught,
-                Watch(self.steps, first, self.main) as watch,
+                ProgressBar(self.steps, first, "training", LINE_INTERVAL, self.main) as bar,
                 ahead(self._share, first, self.steps, pin) as batches,
             ):
-                self._loop(enumerate(batches, first), log, watch, caught)
+                self._loop(enumerate(batches, first), log, bar, caught)
         except Diverged:
             self._write_best()
             raise
@@ -157,7 +158,7 @@ class Run:
         told: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
         return told
 
-    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, watch: Watch, caught: list[int]) -> None:
+    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, bar: ProgressBar, caught: list[int]) -> None:
         model: Any = self.stepper.plain
         clex = [module for module in model.modules() if isinstance(module, CLEX)]
         drops = getattr(model.config, "attention_dropout", 0.0)  # of a Llama, by torch's own generator
@@ -171,7 +172,7 @@ class Run:
                 torch.manual_seed(drawn)
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
-            watch.advance(done)
+            bar.update(done)
             logs = done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
@@ -191,7 +192,8 @@ class Run:
                     self._keep_best(row["validation"], done)
                 if log is not None:
                     log.add(**row)
-                watch.tell(row)
+                metrics: dict[str, float] = {name: row[name] for name in ("loss", "validation") if name in row}
+                bar.report(done, metrics, always="validation" in row)
                 self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
             begun = time.perf_counter()
@@ -245,7 +247,7 @@ class Run:
         return {"step": done, "epoch": epoch, "loss": mean, "rate": self.config.learning_rate(done - 1, self.steps)}
 
     def _diverged(self, step: int, why: str) -> Diverged:
-        names = [self.batches.documents.names[i] for i in self.batches.members(step)]
+        names = [self.batches.documents.names[i] for i in self.batches.document_indices(step)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         kept = f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
         return Diverged(f"step {step + 1}: {why}, in a batch of {shown}; {kept} in {self.out}; try a lower rate")
@@ -295,7 +297,7 @@ class Run:
             "seconds": self.progress["seconds"],
             "config": asdict(self.config),
             "processes": self.shares,
-            "run": provenance(),
+            "run": collect_provenance(),
         }
         write_json(self.out / "train.json", told)
 
@@ -342,21 +344,21 @@ def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict
     return model
 
 
-def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Crops, Crops]:
+def _batches(prepared: PreparedCorpus, config: Config, tokenizer: Any) -> tuple[CropBatches, CropBatches]:
     """Training batches, and those of the validation loss."""
-    kind: type[Crops] = NextTokens
+    kind: type[CropBatches] = NextTokenBatches
     common: dict[str, Any] = {"length": config.length, "size": config.batch, "crop": config.crop}
     if config.objective == "masked":
         if tokenizer.mask_token_id is None:
             raise ValueError("tokenizer: expected one with a mask token, got none")
         ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        common |= {"mask_token": tokenizer.mask_token_id, "ordinary": ordinary}
-        kind, common = Batches, common | {"share": config.share, "pose": config.pose}
+        common |= {"mask_token": tokenizer.mask_token_id, "replacement_tokens": ordinary}
+        kind, common = MaskedBatches, common | {"share": config.share, "pose": config.pose}
     train = kind(prepared.documents("train"), seed=config.batch_seed, **common)
     return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
 
 
-def _identity(prepared: Prepared, config: Config, steps: int) -> str:
+def _identity(prepared: PreparedCorpus, config: Config, steps: int) -> str:
     """A hash of all that the weights depend on."""
     told = {key: value for key, value in asdict(config).items() if key not in HOW}
     weights = Path(config.model or "") / "model.safetensors"

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT, Leaderboard
 from isentrope.report.figures.style import COLOURS, GREY, INK, RC_PARAMS, save_figure
 from isentrope.report.tables.leaderboard import format_last_bucket
 from isentrope.report.tables.numbers import format_perplexity
-from isentrope.report.tables.terminal import MAX_DEGRADATION_PERCENT
 
 DEGRADED_COLOUR = "#B2182B"
 MAX_BAR_PERCENT = 10  # longer bars are cut here and labelled
 
 
-def draw_leaderboard(board: dict[str, Any], folder: Path) -> list[Path]:
+def draw_leaderboard(board: Leaderboard, folder: Path) -> list[Path]:
     """Draw a leaderboard as `leaderboard.png` and `.svg` in a folder."""
     with matplotlib.rc_context(RC_PARAMS):
         return save_figure(_draw(board), folder / "leaderboard")
 
 
-def _draw(board: dict[str, Any]) -> Figure:
+def _draw(board: Leaderboard) -> Figure:
     rows = board["rows"][::-1]
     names, heights = [row["recipe"].replace("+", " + ") for row in rows], range(len(rows))
     figure = Figure(figsize=(12, 1.4 + 0.34 * len(rows)), layout="constrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -22,7 +23,6 @@ RC_PARAMS: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.edgecolor": "#444444",
     "axes.axisbelow": True,
-    "svg.hashsalt": "isentrope",
 }
 # Paul Tol's "bright" and "muted", safe for colour-blind readers
 COLOURS = ("#777777", "#4477AA", "#66CCEE", "#228833", "#CCBB44", "#EE6677", "#AA3377", "#882255", "#332288", "#999933")
@@ -47,7 +47,7 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
     """Save a figure as `path` with the suffixes .png and .svg; the same figure gives the same bytes."""
     paths = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
     for target, kind in zip(paths, ("png", "svg"), strict=True):
-        with write_atomically(target) as file:
+        with write_atomically(target) as file, matplotlib.rc_context({"svg.hashsalt": "isentrope"}):
             figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
     return paths
 

@@ -6,10 +6,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from isentrope.evaluation.ranking import rank_recipes
 from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
-from isentrope.report.tables import leaderboard
+from isentrope.report.tables.leaderboard import CAPTION, format_rows, summarize_ranking, write_leaderboard
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 CAPTIONS = {
@@ -31,7 +32,7 @@ def read_title(folder: Path) -> str:
 def write_recipes(folder: Path) -> list[Path]:
     """Write the leaderboard and figures beside the results."""
     _read_plan(folder)
-    paths = [*leaderboard.write(folder), *draw_perplexity(folder / "perplexity.json")]
+    paths = [*write_leaderboard(folder), *draw_perplexity(folder / "perplexity.json")]
     if (results := folder / "retrieval.json").exists():
         paths += draw_heatmaps(results)
     return paths
@@ -40,24 +41,24 @@ def write_recipes(folder: Path) -> list[Path]:
 def summarize_recipes(folder: Path) -> list[Any]:
     """Summarize which of the plan's recipes is best."""
     plan = _read_plan(folder)
-    return leaderboard.verdict(folder, plan["recipes"], plan["forgetful"])
+    return summarize_ranking(folder, plan["recipes"], plan["forgetful"])
 
 
 def render_section(folder: Path, name: str) -> str:
-    plan, board = _read_plan(folder), leaderboard.rank(folder)
+    plan, board = _read_plan(folder), rank_recipes(folder)
     data = read_fields(folder / "perplexity.json", RERUN_REMEDY)
     sentences = "".join(f"<li>{escape(line.plain)}</li>" for line in summarize_recipes(folder))
     figures = []
     for svg in sorted(folder.glob("*.svg")):
         paths = {suffix: path for suffix in MIME_TYPES if (path := svg.with_suffix(suffix)).is_file()}
         figures.append(render_figure(paths, CAPTIONS.get(svg.stem, svg.stem.replace("-", ": "))))
-    heads, rows = leaderboard.cells(board)
+    heads, rows = format_rows(board)
     settings = {key: data.get(key) for key in ("model", "train_length", "config", "texts")}
     return (
         f'<section class="plan" id="{name}" aria-labelledby="{name}-title">'
         f'<p class="eyebrow">{escape(board["model"]["name"])}</p><h2 id="{name}-title">{escape(plan["title"])}</h2>'
         f'<ul class="summary">{sentences}</ul><h3>Table</h3>{render_table([heads, *rows], "Recipes")}'
-        f'<p class="caption">{escape(leaderboard.CAPTION)}</p>'
+        f'<p class="caption">{escape(CAPTION)}</p>'
         f'<h3>Figures</h3><div class="figures" style="grid-template-columns: 1fr">{"".join(figures)}</div>'
         f"<h3>Configuration and provenance</h3>{render_details('Run', data.get('run'))}"
         f"{render_details('Plan', settings)}</section>\n"

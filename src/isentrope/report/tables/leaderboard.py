@@ -1,4 +1,4 @@
-"""Recipes of one causal model, the best first: perplexity past its training length, what it finds again, its cost."""
+"""Recipes of one causal model, best first: perplexity past its training length, retrieval and cost."""
 
 from __future__ import annotations
 
@@ -11,62 +11,27 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from isentrope.evaluation.ranking import (
+    MAX_DEGRADATION_PERCENT,
+    Leaderboard,
+    RankedRecipe,
+    is_degraded,
+    rank_recipes,
+    select_best,
+)
 from isentrope.report.tables.numbers import format_length, format_perplexity
-from isentrope.report.tables.terminal import MAX_DEGRADATION_PERCENT, TABLE_STYLE, label_recipe
-from isentrope.utils.files import RERUN_REMEDY, read_fields, write_atomically
+from isentrope.report.tables.terminal import TABLE_STYLE, label_recipe
+from isentrope.utils.files import write_atomically
 
 CAPTION = (
-    "Sorted by perplexity in the last bucket; inside: change inside the training length, "
-    f"too much above {MAX_DEGRADATION_PERCENT} %."
+    "Sorted by perplexity in the last bucket; "
+    f"inside: change inside the training length, too much above {MAX_DEGRADATION_PERCENT} %."
 )
 
 
-def rank(folder: Path) -> dict[str, Any]:
-    """What `perplexity.json` and, where there is one, `retrieval.json` say of each recipe, by perplexity at the end.
-
-    ratio: perplexity in the last bucket to that of the plain model in the last one inside its training length.
-    inside: change of perplexity inside the training length, in per cent. cost: seconds to those of the plain model.
-    """
-    data = read_fields(folder / "perplexity.json", RERUN_REMEDY, "config", "rows", "texts", "cells")
-    found = _retrieved(folder / "retrieval.json")
-    edges, trained = data["config"]["edges"], data.get("train_length")
-    inside = {row["recipe"]: row for row in data.get("inside", [])}
-    plain = next((row for row in data["rows"] if row["recipe"] == "plain"), None)
-    within = [i for i, edge in enumerate(edges[1:]) if trained is not None and edge <= trained]
-    own = plain["perplexity"][within[-1]] if plain and within else None
-    texts = {text["sha256"] for text in data["texts"]}  # a folder may hold cells of others, from before
-    timed = [cell for cell in data["cells"] if cell["text"] in texts]
-    seconds = {row["recipe"]: [c["seconds"] for c in timed if c["recipe"] == row["recipe"]] for row in data["rows"]}
-    mean = {recipe: sum(values) / len(values) for recipe, values in seconds.items()}
-    rows = []
-    for row in data["rows"]:
-        recipe = row["recipe"]
-        rows.append({
-            "recipe": recipe,
-            "texts": row["texts"],
-            "perplexity": row["perplexity"],
-            "bits_per_byte": row.get("bits_per_byte"),
-            "ratio": None if own is None else row["perplexity"][-1] / own,
-            "inside": inside.get(recipe, {}).get("percent"),
-            "cost": mean[recipe] / mean["plain"] if "plain" in mean else None,
-            "retrieval": found.get(recipe, {}),
-        })  # fmt: skip
-    rows.sort(key=lambda row: row["perplexity"][-1])
-    head = {"model": data["model"], "train_length": trained, "texts": len(data["texts"]), "edges": edges}
-    return head | {"inside": own, "rows": rows}
-
-
-def best(folder: Path, recipes: Collection[str]) -> str | None:
-    """Of these recipes the one with the lowest perplexity at the end, lower than the plain model's, among those that
-    cost no more than MAX_DEGRADATION_PERCENT inside the training length; None where there is none."""
-    return next(
-        (row["recipe"] for row in _better(rank(folder), recipes) if row["inside"] <= MAX_DEGRADATION_PERCENT), None
-    )
-
-
-def measured(folder: Path, recipe: str) -> list[dict[str, Any]]:
-    """Perplexity of a recipe beside the plain model's, bucket by bucket, as rows of a model card."""
-    board = rank(folder)
+def build_card_rows(folder: Path, recipe: str) -> list[dict[str, Any]]:
+    """Build rows of a model card: perplexity of a recipe and of the plain model in each bucket."""
+    board = rank_recipes(folder)
     rows = {row["recipe"]: row["perplexity"] for row in board["rows"]}
     return [
         {
@@ -79,116 +44,99 @@ def measured(folder: Path, recipe: str) -> list[dict[str, Any]]:
     ]
 
 
-def verdict(folder: Path, recipes: Collection[str], forgetful: Collection[str] = ()) -> list[Text]:
-    """The best of these recipes and by how much, then those that cost too much inside the training length.
+def summarize_ranking(folder: Path, recipes: Collection[str], forgetful: Collection[str] = ()) -> list[Text]:
+    """Say which recipe is best and by how much, then which cost too much inside the training length.
 
-    forgetful: recipes that see only a part of the text, beside which the best of the others is named.
+    Args:
+        folder: folder with `perplexity.json`.
+        recipes: the recipes to choose from.
+        forgetful: recipes that see only a part of the text; if one is best, the best of the others is named too.
     """
-    board = rank(folder)
-    plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
+    board = rank_recipes(folder)
+    rows = {row["recipe"]: row for row in board["rows"]}
+    plain = rows.get("plain")
     if plain is None or board["inside"] is None:
         return []
-    rows = {row["recipe"]: row for row in board["rows"]}
-    found, others = best(folder, recipes), [recipe for recipe in recipes if recipe not in forgetful]
-    lines = [Text(f"best: {_told(rows[found], plain, board)}" if found else _none(board))]
-    if found in forgetful:
-        other = best(folder, others)
-        words = _told(rows[other], plain, board) if other else "none is better than plain"
-        lines += [Text(f"It forgets what its window has left behind. Of those that see all of the text: {words}")]
+    best = select_best(board, recipes)
+    lines = [Text(f"best: {_describe(rows[best], plain, board)}" if best else _describe_none(board))]
+    if best in forgetful:
+        other = select_best(board, [recipe for recipe in recipes if recipe not in forgetful])
+        description = _describe(rows[other], plain, board) if other else "none is better than plain"
+        lines.append(Text(f"It forgets text outside its window. Best with the whole text: {description}"))
     for row in board["rows"]:
-        if row["recipe"] in recipes and (row["inside"] or 0) > MAX_DEGRADATION_PERCENT:
-            words = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
-            lines.append(Text(words, style="red"))
+        if row["recipe"] in recipes and is_degraded(row):
+            text = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
+            lines.append(Text(text, style="red"))
     return lines
 
 
-def _better(board: dict[str, Any], recipes: Collection[str]) -> list[dict[str, Any]]:
-    """Rows on all texts that are better than the plain model's at the end, the best first."""
-    rows = [row for row in board["rows"] if row["texts"] == board["texts"]]
-    plain = next((row for row in rows if row["recipe"] == "plain"), None)
-    asked = [row for row in rows if row["recipe"] in recipes and row["inside"] is not None]
-    return [row for row in asked if plain and row["perplexity"][-1] < plain["perplexity"][-1]]
-
-
-def _told(row: dict[str, Any], plain: dict[str, Any], board: dict[str, Any]) -> str:
-    last, there = row["perplexity"][-1], plain["perplexity"][-1]
+def _describe(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str:
+    last, plain_last, inside = row["perplexity"][-1], plain["perplexity"][-1], board["inside"]
+    assert inside is not None  # checked by the caller
     return (
         f"{row['recipe']}: perplexity {format_perplexity(last)} at {format_last_bucket(board)}, "
-        f"{last / there:.3g} of plain's {format_perplexity(there)} there and {row['ratio']:.3f} of "
-        f"its {format_perplexity(board['inside'])} inside the training length, "
-        f"where the recipe costs {row['inside']:+.2f} %"
+        f"{last / plain_last:.3g} of plain's {format_perplexity(plain_last)} there and {row['ratio']:.3f} of "
+        f"its {format_perplexity(inside)} inside the training length, where the recipe costs {row['inside']:+.2f} %"
     )
 
 
-def _none(board: dict[str, Any]) -> str:
+def _describe_none(board: Leaderboard) -> str:
     cost = f"costs {MAX_DEGRADATION_PERCENT} % or less inside the training length"
     return f"best: plain: no recipe that {cost} is better at {format_last_bucket(board)}"
 
 
-def format_last_bucket(board: dict[str, Any]) -> str:
+def format_last_bucket(board: Leaderboard) -> str:
     return "–".join(map(format_length, board["edges"][-2:]))
 
 
-def write(folder: Path) -> list[Path]:
-    """leaderboard.json, .md, .png and .svg beside the results."""
-    board = rank(folder)
-    paths = [folder / "leaderboard.json", folder / "leaderboard.md"]
-    heads, rows = cells(board)
+def write_leaderboard(folder: Path) -> list[Path]:
+    """Write leaderboard.json, .md, .png and .svg beside the results."""
+    from isentrope.report.figures.leaderboard import draw_leaderboard  # imports matplotlib only to draw
+
+    board = rank_recipes(folder)
+    heads, rows = format_rows(board)
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
-    for path, text in zip(paths, (json.dumps(board, indent=1, ensure_ascii=False), _markdown(lines)), strict=True):
-        with write_atomically(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    from isentrope.report.figures.leaderboard import draw_leaderboard  # imports matplotlib
+    texts = {
+        "leaderboard.json": json.dumps(board, indent=1, ensure_ascii=False),
+        "leaderboard.md": "".join(f"| {' | '.join(line)} |\n" for line in lines),
+    }
+    for name, text in texts.items():
+        with write_atomically(folder / name) as file:
+            file.write_text(text, encoding="utf-8")
+    return [*(folder / name for name in texts), *draw_leaderboard(board, folder)]
 
-    return paths + draw_leaderboard(board, folder)
 
-
-def table(folder: Path) -> Table:
-    board = rank(folder)
-    heads, rows = cells(board)
-    shown = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **TABLE_STYLE)
-    shown.add_column(heads[0], overflow="fold", min_width=16)
+def build_leaderboard_table(folder: Path) -> Table:
+    """Build a table of recipes, best first; those that cost too much inside the training length are red."""
+    board = rank_recipes(folder)
+    heads, rows = format_rows(board)
+    table = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **TABLE_STYLE)
+    table.add_column(heads[0], overflow="fold", min_width=16)
     for head in heads[1:]:
-        shown.add_column(head, justify="right")
-    for told, row in zip(board["rows"], rows, strict=True):
-        shown.add_row(*row, style="red" if (told["inside"] or 0) > MAX_DEGRADATION_PERCENT else None)
-    return shown
+        table.add_column(head, justify="right")
+    for ranked, row in zip(board["rows"], rows, strict=True):
+        table.add_row(*row, style="red" if is_degraded(ranked) else None)
+    return table
 
 
-def _retrieved(path: Path) -> dict[str, dict[str, float]]:
-    """The share found of each recipe, by task and length."""
-    if not path.exists():
-        return {}
-    data = read_fields(path, RERUN_REMEDY, "config", "rows")
-    metric = "share" if data["config"]["score"] == "both" else "likeliest"
-    found: dict[str, dict[str, float]] = {}
-    for row in data["rows"]:
-        if row[metric] is not None:
-            found.setdefault(row["recipe"], {})[f"{row['task']} {row['length']}"] = row[metric]
-    return found
-
-
-def cells(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table in words; columns that nobody has a number for are left out."""
-    asked = list(dict.fromkeys(name for row in board["rows"] for name in row["retrieval"]))
-    columns: list[tuple[str, Any]] = [
-        (f"{format_length(a)}–{format_length(b)}", lambda row, i=i: format_perplexity(row["perplexity"][i]))
-        for i, (a, b) in enumerate(pairwise(board["edges"]))
+def format_rows(board: Leaderboard) -> tuple[list[str], list[list[str]]]:
+    """Format headings and rows; columns without any number are left out."""
+    ranked = board["rows"]
+    columns: dict[str, list[str | None]] = {}
+    for i, (low, high) in enumerate(pairwise(map(format_length, board["edges"]))):
+        columns[f"{low}–{high}"] = [format_perplexity(row["perplexity"][i]) for row in ranked]
+    columns["ratio"] = [_format(row["ratio"], ".3f") for row in ranked]
+    columns["inside"] = [_format(row["inside"], "+.2f", " %") for row in ranked]
+    columns["cost"] = [_format(row["cost"], ".2f") for row in ranked]
+    for task in dict.fromkeys(name for row in ranked for name in row["retrieval"]):
+        shares = [row["retrieval"].get(task) for row in ranked]
+        columns[task] = [None if share is None else f"{100 * share:.0f} %" for share in shares]
+    columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
+    labels = [label_recipe(row, board["texts"]) for row in ranked]
+    return ["recipe", *columns], [
+        [label, *(cells[i] or "" for cells in columns.values())] for i, label in enumerate(labels)
     ]
-    columns += [
-        ("ratio", lambda row: None if row["ratio"] is None else f"{row['ratio']:.3f}"),
-        ("inside", lambda row: None if row["inside"] is None else f"{row['inside']:+.2f} %"),
-        ("cost", lambda row: None if row["cost"] is None else f"{row['cost']:.2f}"),
-    ]
-    columns += [(name, lambda row, name=name: _share(row["retrieval"].get(name))) for name in asked]
-    columns = [(head, cell) for head, cell in columns if any(cell(row) is not None for row in board["rows"])]
-    rows = [[label_recipe(row, board["texts"]), *(cell(row) or "" for _, cell in columns)] for row in board["rows"]]
-    return ["recipe", *(head for head, _ in columns)], rows
 
 
-def _markdown(lines: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _share(x: float | None) -> str | None:
-    return None if x is None else f"{100 * x:.0f} %"
+def _format(x: float | None, spec: str, unit: str = "") -> str | None:
+    return None if x is None else f"{x:{spec}}{unit}"

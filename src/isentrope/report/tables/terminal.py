@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
 from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
@@ -22,7 +24,6 @@ TABLE_STYLE: dict[str, Any] = {
     "collapse_padding": True,
 }
 MAX_LENGTHS = 4  # so that a table fits 80 columns
-MAX_DEGRADATION_PERCENT = 0.5  # of perplexity inside the training length
 
 
 def build_laws_table(results: Path) -> Table:
@@ -99,7 +100,7 @@ def build_perplexity_table(results: Path) -> Table:
     return table
 
 
-def label_recipe(row: dict[str, Any], texts: int) -> str:
+def label_recipe(row: Mapping[str, Any], texts: int) -> str:
     """Return a recipe's text, with the number of texts if it was not measured on all."""
     return row["recipe"] if row["texts"] == texts else f"{row['recipe']} ({row['texts']} of {texts} texts)"
 
