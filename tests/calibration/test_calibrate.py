@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from isentrope.evaluation.texts import Text
 from torch import nn
 from typer.testing import CliRunner
 
@@ -21,10 +20,12 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document, read_sympy_documents
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import token_losses
+from isentrope.evaluation.texts import Text
 from isentrope.experiments.runner import SHIPPED
 from isentrope.hf.learned_temperature import LearnedTemperature, checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
-from isentrope.report.figures.calibration import draw, table
+from isentrope.report.figures.calibration import draw_calibration
+from isentrope.report.tables.calibration import build_calibration_table
 from isentrope.temperatures import Fitted
 from tests.fixtures.models import llama, tokens
 
@@ -331,8 +332,8 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
         "calibrate.json", "calibrate.png", "calibrate.svg", "recipe.txt",
     ]  # fmt: skip
     data = json.loads((out / "calibrate.json").read_text())
-    assert table(out / "calibrate.json").row_count == 4
-    assert draw(out / "calibrate.json")
+    assert build_calibration_table(out / "calibrate.json").row_count == 4
+    assert draw_calibration(out / "calibrate.json")
     assert "(saved) |" in (saved / "README.md").read_text()
 
     plain, loaded = load_on_device(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)

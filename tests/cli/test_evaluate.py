@@ -9,7 +9,6 @@ from math import exp
 
 import pytest
 import torch
-from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -17,10 +16,13 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
+from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.ranking import rank_recipes, select_best
 from isentrope.experiments.causal_plan import run as run_plan
 from isentrope.experiments.causal_plan import single
 from isentrope.experiments.runner import SHIPPED
-from isentrope.report.figures import laws as figures
+from isentrope.report.figures.leaderboard import draw_board
+from isentrope.report.html import recipes
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -69,8 +71,8 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
 def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
     _, words, _ = evaluated
     monkeypatch.setattr(perplexity, "cell", None)
-    monkeypatch.setattr(leaderboard, "write", lambda folder: [])
-    monkeypatch.setattr(figures, "perplexity", lambda results: [])
+    monkeypatch.setattr(recipes, "write_leaderboard", lambda folder: [])
+    monkeypatch.setattr(recipes, "draw_perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
     assert "rerope:window=128" in str(ise.hf.observe.get_recipe(ise.load(tmp_path / "saved")))
@@ -185,20 +187,20 @@ def test_the_verdict(tmp_path):
         "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
     }
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
-    assert leaderboard.best(tmp_path, last) == "sink:size=8"
-    assert leaderboard.best(tmp_path, ["plain", "yarn:factor=2"]) is None
-    told = leaderboard.verdict(tmp_path, last, ["sink:size=8"])
+    assert select_best(rank_recipes(tmp_path), last) == "sink:size=8"
+    assert select_best(rank_recipes(tmp_path), ["plain", "yarn:factor=2"]) is None
+    told = leaderboard.summarize_ranking(tmp_path, last, ["sink:size=8"])
     assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
-    assert "2.500 of its 4.00" in told[0].plain and "all of the text: rerope:window=8: " in told[1].plain
+    assert "2.500 of its 4.00" in told[0].plain and "the whole text: rerope:window=8: " in told[1].plain
     assert [(line.plain[:21], line.style) for line in told[2:]] == [("yarn:factor=2: +3.00 ", "red")]
-    assert "best: plain: no recipe" in leaderboard.verdict(tmp_path, ["plain", "yarn:factor=2"])[0].plain
+    assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
-    shown.print(leaderboard.table(tmp_path))
+    shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()
 
 
 def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():
     rows = [{"recipe": str(x), "perplexity": [4.0, 5.0], "inside": x} for x in (None, 0.2, 1218.0)]
-    figure = leaderboard._figure({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
+    figure = draw_board({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
     right = figure.axes[1]
     assert right.get_xlim()[1] < 20 and [text.get_text() for text in right.texts] == ["+1218 %"]

@@ -9,7 +9,6 @@ from math import exp, log
 
 import pytest
 import torch
-from isentrope.evaluation.texts import Text
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -23,9 +22,10 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity, summarize_perplexity, token_losses
+from isentrope.evaluation.ranking import rank_recipes
+from isentrope.evaluation.texts import Text
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
-from isentrope.report.figures import laws as figures
-from isentrope.report.tables import leaderboard
+from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.tables import terminal as tables
 from tests.fixtures.models import llama, tokens
 
@@ -115,7 +115,7 @@ def test_broken_results_are_not_drawn(tmp_path, content):
     with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the same command again"):
         perplexity.failures(tmp_path / "perplexity.json", ["plain"])
     with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the command that wrote it again"):
-        leaderboard.rank(tmp_path)
+        rank_recipes(tmp_path)
 
 
 def test_logits_that_are_no_numbers_are_no_other_models_fault(tmp_path):
@@ -201,8 +201,8 @@ def test_the_command(tmp_path):
 
 def test_table_and_figure(tmp_path):
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
-    assert tables.perplexity(results).row_count == 3
-    assert all(path.stat().st_size > 1000 for path in figures.perplexity(results))
+    assert tables.build_perplexity_table(results).row_count == 3
+    assert all(path.stat().st_size > 1000 for path in draw_perplexity(results))
 
 
 def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
@@ -224,7 +224,7 @@ def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
     mean = sum((a - b)[:63].double().mean() for a, b in zip(other, losses, strict=True)) / 3
     assert changed["percent"] == pytest.approx(100 * (exp(mean) - 1), rel=1e-3) and same["percent"] == 0
     shown = Console(width=120, force_terminal=True, file=StringIO())
-    shown.print(tables.perplexity(tmp_path / "perplexity.json"))
+    shown.print(tables.build_perplexity_table(tmp_path / "perplexity.json"))
     assert ("\x1b[31m" in shown.file.getvalue()) == (changed["percent"] > 0.5)
 
 

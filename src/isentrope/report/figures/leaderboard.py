@@ -20,10 +20,10 @@ MAX_BAR_PERCENT = 10  # longer bars are cut here and labelled
 def draw_leaderboard(board: Leaderboard, folder: Path) -> list[Path]:
     """Draw a leaderboard as `leaderboard.png` and `.svg` in a folder."""
     with matplotlib.rc_context(RC_PARAMS):
-        return save_figure(_draw(board), folder / "leaderboard")
+        return save_figure(draw_board(board), folder / "leaderboard")
 
 
-def _draw(board: Leaderboard) -> Figure:
+def draw_board(board: Leaderboard) -> Figure:
     rows = board["rows"][::-1]
     names, heights = [row["recipe"].replace("+", " + ") for row in rows], range(len(rows))
     figure = Figure(figsize=(12, 1.4 + 0.34 * len(rows)), layout="constrained")

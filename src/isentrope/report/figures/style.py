@@ -70,7 +70,7 @@ def label_line_ends(axes: Axes, last: int, labels: list[tuple[float, str, str]])
     labels = sorted(labels)
     at = [float(to_axes.transform((last, value))[1]) for value, _, _ in labels]
     start = float(to_axes.transform((last, labels[0][0]))[0])
-    for y, placed, (_, text, colour) in zip(at, _spread(at, MIN_LABEL_GAP), labels, strict=True):
+    for y, placed, (_, text, colour) in zip(at, spread_apart(at, MIN_LABEL_GAP), labels, strict=True):
         leader = Line2D(
             [start + 0.015, 1.0, 1.04, 1.05],
             [y, y, placed, placed],
@@ -84,7 +84,7 @@ def label_line_ends(axes: Axes, last: int, labels: list[tuple[float, str, str]])
         axes.text(1.06, placed, text, color=colour, transform=axes.transAxes, va="center", fontsize=9.5)
 
 
-def _spread(heights: list[float], gap: float) -> list[float]:
+def spread_apart(heights: list[float], gap: float) -> list[float]:
     """Move the sorted heights as little as possible (least squares) until neighbours are a gap apart."""
     blocks: list[list[float]] = []  # [mean of height - index · gap, members], increasing: isotonic regression
     for index, height in enumerate(heights):

@@ -43,7 +43,7 @@ def build_laws_table(results: Path) -> Table:
         **TABLE_STYLE,
         min_width=72,  # the title in one line
     )
-    columns = _select_lengths(lengths)
+    columns = select_lengths(lengths)
     table.add_column("law", no_wrap=True)
     for n in columns:
         table.add_column(f"n={n}" if n == first else str(n), justify="right")
@@ -66,7 +66,7 @@ def _format_drift(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0 makes -0.0 a plain zero
 
 
-def _select_lengths(lengths: list[int]) -> list[int]:
+def select_lengths(lengths: list[int]) -> list[int]:
     """Select at most MAX_LENGTHS lengths, evenly, with the first and the last."""
     step = ceil((len(lengths) - 1) / (MAX_LENGTHS - 1))
     return [*lengths[:-1:step], lengths[-1]]
