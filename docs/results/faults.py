@@ -24,7 +24,7 @@ from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
 from isentrope.pretrained import resolve_device
 from isentrope.utils.files import write_json
-from isentrope.utils.provenance import provenance
+from isentrope.utils.provenance import collect_provenance
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 fold = call.fold
@@ -78,7 +78,7 @@ def main() -> None:
                 protocol = Protocol(positions=options.positions)
                 scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)
                 rows.append({"what": name, "law": law.strip("+"), "length": length} | summarize_scores(scores))
-                write_json(options.out, {"rows": rows, "run": provenance()})
+                write_json(options.out, {"rows": rows, "run": collect_provenance()})
                 print(f"{name:18s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)
 
 

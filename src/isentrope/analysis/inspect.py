@@ -39,8 +39,8 @@ from isentrope.pretrained import (
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
 from isentrope.utils.files import write_atomically
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 SMOOTH = 5  # bins that a peak is looked for over
 
@@ -198,7 +198,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     lengths = sorted({*config.lengths, *([trained] if trained and trained <= longest else [])})
     ids = torch.tensor(text.tokens[:longest])[None]
     rows: list[list[dict[str, Any]]] = []
-    for length in progress(lengths, lambda length: f"entropy at {length} tokens"):
+    for length in track_progress(lengths, lambda length: f"entropy at {length} tokens"):
         rows.append(told_entropies(model, ids[:, :length]))
         _check(rows[0], config)
     found = _closer(model, ids, rows[0][config.layer]["index"], config, out)
@@ -219,7 +219,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
         "entropy": entropy,
         "entropy_ratio": None if base is None else [_ratios(row, base) for row in entropy],
         **found,
-        "run": provenance() | {"transformers": transformers.__version__},
+        "run": collect_provenance() | {"transformers": transformers.__version__},
     }
     results = out / "inspect.json"
     with write_atomically(results) as partial:
@@ -270,7 +270,7 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
     def see(seen: Seen) -> None:
         if seen.index != index:
             return
-        for stage, shown in progress((("before", seen.unturned()), ("after", seen)), f"layer {index}"):
+        for stage, shown in track_progress((("before", seen.unturned()), ("after", seen)), f"layer {index}"):
             pairs, attended = weights.cosines(shown)
             histogram = {"pairs": pairs.tolist(), "attention": attended.tolist()}
             peaks = {"pairs_peak": _peak(pairs), "attention_peak": _peak(attended)}

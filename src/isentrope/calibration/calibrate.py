@@ -43,7 +43,7 @@ from isentrope.hf.layer_plan import train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
 from isentrope.utils.files import write_atomically, write_json
-from isentrope.utils.provenance import provenance
+from isentrope.utils.provenance import collect_provenance
 
 DIGITS = 4  # of a fitted τ
 POINTS = 33  # of a law in closed form, for its curve
@@ -168,7 +168,7 @@ class _Calibration:
         self.knots = knots(trained, config.length)
         self.layers = probe(model)
         self.begun = time.monotonic()
-        self.machine = provenance() | {"transformers": transformers.__version__}
+        self.machine = collect_provenance() | {"transformers": transformers.__version__}
         self.data = self._kept(name)
         self.before = self.data["seconds"]
 
@@ -210,7 +210,7 @@ class _Calibration:
     def closed(self, text: str) -> dict[str, Recipe]:
         base = Recipe.parse(text, **(OPEN | {"train_length": self.trained}))
         if base.position is not None:
-            base = replace(base, position=base.position.resolved(self.trained))
+            base = replace(base, position=base.position.resolve(self.trained))
         known = (None, InfoScale(self.trained), LogN(self.trained))
         return {name: replace(base, temperature=law) for name, law in zip(LAWS, known, strict=True)}
 

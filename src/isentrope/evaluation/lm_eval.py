@@ -21,9 +21,9 @@ from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
-with named_extras():
+with name_missing_extras():
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM

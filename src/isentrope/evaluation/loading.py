@@ -24,7 +24,7 @@ from isentrope.pretrained import (
     resolve_model_name,
 )
 from isentrope.recipe import Recipe
-from isentrope.utils.extras import require
+from isentrope.utils.extras import require_package
 from isentrope.utils.files import write_atomically
 
 
@@ -56,7 +56,7 @@ def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrai
             model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
             return model
         return load(name, dtype=dtype)
-    require("gguf")
+    require_package("gguf")
     # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
     unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}

@@ -37,8 +37,8 @@ from isentrope.pretrained import (
 )
 from isentrope.recipe import Recipe
 from isentrope.utils.files import BrokenFileError, read_fields, write_atomically
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
 PLAIN = "plain"
@@ -194,7 +194,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     if todo:
         audit(model, torch.tensor(texts[0].tokens[:32]))
     failed: list[dict[str, str]] = []
-    for recipe, text in progress(todo, lambda cell: cell[0]):
+    for recipe, text in track_progress(todo, lambda cell: cell[0]):
         found = {"recipe": recipe, "text": text.sha256}
         try:
             cells[recipe, text.sha256] = found | cell(model, recipe, text, config.edges)
@@ -202,7 +202,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
             failed.append(found | {"failed": reason(error)})
             if model.device.type == "cuda":
                 torch.cuda.empty_cache()
-        head |= {"run": provenance() | {"transformers": transformers.__version__}, "failed": failed}
+        head |= {"run": collect_provenance() | {"transformers": transformers.__version__}, "failed": failed}
         _save(results, summary(head | {"cells": list(cells.values())}))
     if not cells:
         raise ValueError(f"{results}: expected results, but every cell failed: {failed[0]['failed']}")

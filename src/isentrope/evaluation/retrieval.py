@@ -22,8 +22,8 @@ from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
 from isentrope.utils.files import read_fields, write_json
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 SCORES = ("both", "forced")
 # before a chat template: those that tell the date make the same prompts on every day
@@ -197,11 +197,11 @@ def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack,
     model.eval()
     _refuse(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
     out.mkdir(parents=True, exist_ok=True)
-    for cell, recipes in progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
+    for cell, recipes in track_progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
         asked = [prompts.prompt(fill_to_length(each, cell[1], prompts.measure)) for each in drafts[cell]]
         for recipe in recipes:
             cells[recipe, *cell] = _cell(model, prompts.tokenizer, recipe, cell, asked, config.score)
-            head["run"] = provenance() | {"transformers": transformers.__version__}
+            head["run"] = collect_provenance() | {"transformers": transformers.__version__}
             write_json(results, summary(head | {"cells": list(cells.values())}))
     return results
 

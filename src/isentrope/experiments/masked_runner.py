@@ -39,8 +39,8 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import gau_recipe
 from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer, resolve_device
 from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 CELL_FORMAT = 1  # raised when a change of the code changes the numbers of cells
 ENTROPY_DOCUMENTS = 2  # whose attention entropy is measured
@@ -89,7 +89,7 @@ def run_masked_plan(
     groups = _group_by_model(cells)
     # split before checking which cells exist: processes may check at different times
     local_cells = _claim_cells(groups[state.process_index :: state.num_processes], out, is_helper)
-    for cell in progress(
+    for cell in track_progress(
         local_cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)
     ):
         if not is_done(out, cell.key):
@@ -173,7 +173,7 @@ class _CellEvaluator:
         self.validation = corpus.documents("validation"), corpus.hashes("validation")
         self.mask_token: int = read_tokenizer(corpus.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)  # folder and recipe, model
-        self.provenance = {key: value for key, value in provenance().items() if key != "date"}
+        self.provenance = {key: value for key, value in collect_provenance().items() if key != "date"}
 
     def measure(self, cell: MaskedCell) -> None:
         """Write the numbers of a cell, or why there are none."""
@@ -260,7 +260,7 @@ def _write_results(
             "partition": hash_partition(corpus), "documents": len(manifest["documents"]),
             "statistics": manifest["statistics"],
         },
-        "checkpoints": describe_trainings(trained), "run": provenance(),
+        "checkpoints": describe_trainings(trained), "run": collect_provenance(),
     })  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def _tau(layer: Layer, region: Region, n: int, seen: Attending) -> tuple[float, 
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
-    count = layout.count(law.count, layout.simplify(region))[:, None].float()
+    count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
     with torch.no_grad():
         return tuple(law.scale(count, seen.head_dim).flatten().tolist())
 

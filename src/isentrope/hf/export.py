@@ -106,7 +106,7 @@ def _write_rope(config: PreTrainedConfig, state: Extension) -> None:
         else:
             config.rope_parameters[layer_type] = written
     if isinstance(recipe.position, YaRN):
-        config.max_position_embeddings = int(recipe.position.factor * recipe.position.trained())
+        config.max_position_embeddings = int(recipe.position.factor * recipe.position.require_original_length())
 
 
 def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: PreTrainedConfig) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: Pr
         return given | {
             "rope_type": "yarn",
             "factor": position.factor,
-            "original_max_position_embeddings": position.trained(),
+            "original_max_position_embeddings": position.require_original_length(),
             "beta_fast": position.beta_fast,
             "beta_slow": position.beta_slow,
             "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,
@@ -132,7 +132,7 @@ def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: Pr
         case PI():
             return given | {"rope_type": "linear", "factor": position.factor}
         case NTK(dynamic=True):
-            if position.trained() != config.max_position_embeddings:
+            if position.require_original_length() != config.max_position_embeddings:
                 raise ValueError(_no_form(recipe, "transformers counts from max_position_embeddings"))
             return given | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
@@ -214,7 +214,7 @@ def _check_logits(model: PreTrainedModel, native: PreTrainedModel, state: Extens
     if isinstance(mask, Window):
         longest = min(mask.size + 16, LONGEST_CHECK)
     if isinstance(position, NTK) and position.dynamic:
-        longest = min(position.trained() + 16, LONGEST_CHECK)
+        longest = min(position.require_original_length() + 16, LONGEST_CHECK)
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, longest), generator=torch.Generator().manual_seed(0)).to(model.device)
     training = model.training

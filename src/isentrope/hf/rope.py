@@ -64,7 +64,7 @@ class Rope:
         """The frequencies as they are now."""
         return getattr(self.module, self._named(FREQUENCIES))
 
-    def token(self) -> Hashable:
+    def cache_key(self) -> Hashable:
         """Changes when the frequencies do."""
         theta = self.theta
         return _Same(theta), 0 if theta.is_inference() else theta._version
@@ -126,7 +126,7 @@ class Rope:
         if layout is None or torch.compiler.is_compiling():
             cos, sin = make()
         else:
-            cos, sin = layout.cached((self.token(), self.rounded, _Same(position), x.dtype), make)
+            cos, sin = layout.cached((self.cache_key(), self.rounded, _Same(position), x.dtype), make)
         return rotate(x.float() if self.widened else x, cos, sin, self.interleaved).to(x.dtype)
 
 
@@ -190,8 +190,8 @@ class Native(Position):
     def longest(self) -> int | None:  # type: ignore[override]
         return self.inner.longest
 
-    def token(self) -> Hashable:
-        return self.rope.token(), self.inner.token()
+    def cache_key(self) -> Hashable:
+        return self.rope.cache_key(), self.inner.cache_key()
 
     @property
     def layout(self) -> str:

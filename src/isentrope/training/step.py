@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from isentrope.core.compile import fresh
+from isentrope.core.compile import copy_function
 
 Batch = dict[str, Tensor]
 WARMUP_STEPS = 3  # before a graph is captured: compilation, and the optimiser's first state
@@ -57,7 +57,7 @@ class Stepper:
         self.parameters = [x for x in model.parameters() if x.requires_grad]
         self.loss: Callable[[Batch], Tensor] = self._compute_loss
         if compile:  # a new function for each run, since code compiled for one model does not fit the next
-            self.loss = torch.compile(fresh(lambda batch: self._compute_loss(batch)), dynamic=False)
+            self.loss = torch.compile(copy_function(lambda batch: self._compute_loss(batch)), dynamic=False)
         self.captures = cuda and accelerator.num_processes == 1
         self.stream: torch.cuda.Stream | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
