@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from isentrope.data.source import Source, find_text_files
-from isentrope.evaluation import perplexity, retrieval
-from isentrope.evaluation.perplexity import PLAIN
+from isentrope.evaluation.compare import plan_comparison
+from isentrope.evaluation.perplexity import PerplexityConfig
+from isentrope.evaluation.retrieval import RetrievalConfig
 from isentrope.experiments.plan_parsing import check_keys, check_list, check_whole
-from isentrope.hf.layer_plan import train_length
 
 PLAN_KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER_KEYS = ("model", "gguf_file", "dtype", "device", "chat")
@@ -47,8 +45,8 @@ class CausalPlan:
     decoder: dict[str, Any]
     texts: tuple[Path, ...]
     documents: int
-    perplexity: perplexity.Config
-    retrieval: retrieval.Config | None
+    perplexity: PerplexityConfig
+    retrieval: RetrievalConfig | None
     haystack: tuple[Path, ...]
     skip_unsupported: bool = False
 
@@ -77,20 +75,20 @@ def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPl
         decoder=data["decoder"] | {"model": str(local_model) if local_model.is_dir() else model},
         texts=_find_files(data["texts"], folder),
         documents=check_whole(where, data, "documents") if "documents" in data else DEFAULT_DOCUMENTS,
-        perplexity=perplexity.Config(recipes, check_list(where, data, "edges", int)),
+        perplexity=PerplexityConfig(recipes, check_list(where, data, "edges", int)),
         retrieval=retrieval_config,
         haystack=haystack,
     )
 
 
-def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> retrieval.Config:
+def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> RetrievalConfig:
     check_keys(where, data, RETRIEVAL_KEYS, ("tasks", "lengths"))
     options = {"recipes": recipes} | {key: value for key, value in data.items() if key != "text"}
     options |= {key: check_list(where, data, key, kind) for key, kind in RETRIEVAL_LISTS.items() if key in data}
     options |= {key: check_whole(where, data, key) for key in ("examples", "seed") if key in data}
     if others := [recipe for recipe in options["recipes"] if recipe not in recipes]:
         raise ValueError(f"{where}: recipes: expected some of the plan's, got {others[0]!r}")
-    return retrieval.Config(**options)
+    return RetrievalConfig(**options)
 
 
 def plan_causal_evaluation(
@@ -108,67 +106,26 @@ def plan_causal_evaluation(
         decoder: "model", and how it is loaded by the other `DECODER_KEYS`; None values are ignored.
         config: The model's.
         data: Files, folders and globs of text.
-        recipes: Texts of recipes; those of `default_recipes` if empty.
+        recipes: Texts of recipes; those of `usual_recipes` if empty.
         length: Tokens, or such as "4x" times the training length.
         documents: Documents read, at most.
         passkeys: Also test the retrieval of passkeys at that length.
     """
-    model = str(decoder["model"])
-    # BLOOM and MPT have other names for it
-    trained = train_length(text_config := config.get_text_config())
-    trained = trained or getattr(text_config, "seq_length", None) or getattr(text_config, "max_seq_len", None)
-    if trained is None or trained < 4:
-        raise ValueError(f"model: expected a config with the training length, got {trained} in {model}")
-    tokens = parse_length(length, trained)
-    compared = tuple(dict.fromkeys((PLAIN, *(recipes or default_recipes(trained, tokens)))))
+    model, gguf_file = str(decoder["model"]), decoder.get("gguf_file")
     path = Path(os.path.abspath(Path(model).expanduser())) if Path(model).expanduser().is_dir() else Path(model)
-    gguf_file = decoder.get("gguf_file")
-    parts = (*path.parts[-2:], *([Path(gguf_file).stem] if gguf_file else []), str(tokens))
+    comparison = plan_comparison(config, path.name, recipes, length, passkeys)
+    tokens = str(comparison.perplexity.length)
     return CausalPlan(
-        name="-".join(parts).replace("/", ""),
-        title=f"{path.name} at {tokens} tokens",
+        name="-".join((*path.parts[-2:], *([Path(gguf_file).stem] if gguf_file else []), tokens)).replace("/", ""),
+        title=comparison.title,
         decoder={key: value for key, value in decoder.items() if value is not None} | {"model": str(path)},
         texts=tuple(file for location in data for file in find_text_files(location)),
         documents=documents,
-        perplexity=perplexity.Config(compared, choose_edges(trained, tokens)),
-        retrieval=retrieval.Config(compared, ("passkey",), (tokens,), (0, 50, 100)) if passkeys else None,
+        perplexity=comparison.perplexity,
+        retrieval=comparison.retrieval,
         haystack=(),
-        skip_unsupported=not recipes,
+        skip_unsupported=comparison.skip_unsupported,
     )
-
-
-def default_recipes(trained: int, length: int) -> tuple[str, ...]:
-    """List recipes worth trying on a rotary model: windows within its training length, factors that reach `length`."""
-    half, most, factor = trained // 2, max(1, trained - 5), f"{length / trained:g}"
-    # the smallest with which no distance exceeds three quarters of the training length, whose end is learned poorly
-    group = next(g for g in count(1) if (length - 1) // g + half - half // g <= 3 * trained // 4)
-    return (
-        "infoscale",
-        f"yarn:factor={factor}+yarntemperature:factor={factor}",
-        f"rerope:window={half}",
-        f"rerope:window={half}+infoscale",
-        f"selfextend:window={half},group={group}",
-        f"selfextend:window={half},group={group}+infoscale",
-        f"sink:sinks=4,size={max(1, trained - 4)}",
-        f"rerope:window={most}+lambda:sinks=5,window={most}",
-    )
-
-
-def parse_length(text: str, trained: int) -> int:
-    """Parse a number of tokens, or such as 4x, times the training length."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)[x×](?:train)?|(\d+)", text.strip())
-    if match is None:
-        raise ValueError(f"length: expected tokens such as 8192, or 4x the training length, got {text!r}")
-    tokens = int(match[2]) if match[2] else int(float(match[1]) * trained)
-    if tokens <= trained:
-        raise ValueError(f"length: expected more than the training length of {trained} tokens, got {tokens}")
-    return tokens
-
-
-def choose_edges(trained: int, length: int) -> tuple[int, ...]:
-    """Choose two buckets inside the training length, then doublings of it, merging a short last one."""
-    doubled = takewhile(lambda edge: 1.5 * edge <= length, (trained << n for n in count(1)))
-    return tuple(sorted({0, trained // 2, trained, *doubled, length}))
 
 
 def _expand_variables(name: str) -> str:

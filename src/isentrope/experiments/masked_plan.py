@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from isentrope.evaluation.masked_lm import Protocol
+from isentrope.evaluation.masked_lm import MaskingProtocol
 from isentrope.experiments.plan_parsing import check_keys, check_list
 from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
 from isentrope.pretrained import read_config_as
@@ -80,7 +80,7 @@ class MaskedPlan:
     checkpoints: dict[str, Checkpoint]
     label: str = ""
     train_length: int = 64
-    protocol: Protocol = field(default_factory=Protocol)
+    protocol: MaskingProtocol = field(default_factory=MaskingProtocol)
     seeds: tuple[int, ...] = (0,)
     entropy: bool = True
     data: str | None = None
@@ -187,12 +187,14 @@ def parse_masked_plan(name: str, data: dict[str, Any], library: dict[str, Checkp
     rows = [_parse_row(where, row) for row in data.pop("rows", None) or []]
     rows += _expand_methods(where, data.pop("methods", None) or [], data.pop("variants", None) or list(VARIANTS))
     protocol = data.pop("protocol", None) or {}
-    check_keys(f"{where}: protocol", protocol, {f.name for f in fields(Protocol)})
+    check_keys(f"{where}: protocol", protocol, {f.name for f in fields(MaskingProtocol)})
     for key, kind in (("lengths", int), ("seeds", int), ("claims", dict), ("notes", str)):
         if key in data:
             data[key] = check_list(where, data, key, kind)
     try:
-        return MaskedPlan(name=name, rows=tuple(rows), checkpoints=library | own, protocol=Protocol(**protocol), **data)
+        return MaskedPlan(
+            name=name, rows=tuple(rows), checkpoints=library | own, protocol=MaskingProtocol(**protocol), **data
+        )
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -273,6 +275,6 @@ def plan_masked_evaluation(
         lengths=parse_numbers("lengths", lengths),
         rows=rows,
         checkpoints={"model": Checkpoint("model", path=model)},
-        protocol=Protocol(protocol, positions=positions or None),
+        protocol=MaskingProtocol(protocol, positions=positions or None),
         train_length=read_config_as(GAUAlphaConfig, model).max_position_embeddings,
     )

@@ -24,8 +24,8 @@ from isentrope.calibration.masked_lm import fit
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
-from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summarize_scores
-from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
+from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
+from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
 from isentrope.experiments.checkpoints import (
     SHIPPED_MODELS,
     Trained,
@@ -179,7 +179,7 @@ class _CellEvaluator:
         """Write the numbers of a cell, or why there are none."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        numbers: dict[str, Any] = dict.fromkeys(MEASURED)
+        numbers: dict[str, Any] = dict.fromkeys(MASKED_METRICS)
         numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
         failed, seconds = cell.trained.failure, 0.0
         if failed is None:
@@ -189,12 +189,11 @@ class _CellEvaluator:
             except RuntimeError as error:  # mostly out of memory
                 kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
                 failed = kind + str(error).strip().partition("\n")[0]
-        rows = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"])
+        rows = sum(len(self.plan.protocol.draw_positions(cell.length, d["sha256"])) for d in numbers["documents"])
         speed = rows * cell.length / seconds if seconds else None
         timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak_bytes(self.device)}
-        path = cell_path(self.out, cell.key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"result": numbers | {"failed": failed, "run": self.provenance}, "timing": timing})
+        result = numbers | {"failed": failed, "run": self.provenance}
+        write_cell(self.out, cell.key, {"result": result, "timing": timing})
 
     def _evaluate(self, cell: MaskedCell) -> tuple[dict[str, Any], float]:
         """Return the numbers of a cell, and the seconds that the predictions took."""
@@ -205,7 +204,7 @@ class _CellEvaluator:
             fitted = fit(model, *self.validation, cell.length, self.plan.train_length, self.mask_token)
             numbers["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
         start = time.perf_counter()
-        scores = evaluate(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
+        scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
         seconds = time.perf_counter() - start
         if not scores:
             raise UnmeasurableError(f"no test document has {cell.length} tokens")
