@@ -133,15 +133,15 @@ def rows(tmp_path):
 def test_usual_recipes_that_a_model_refuses_are_left_out(rows, tmp_path):
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     llama(rope_parameters=dynamic).save_pretrained(tmp_path / "model")
-    name, config, said = str(tmp_path / "model"), llama().config, []
-    folder, _ = run_plan(
-        plan_causal_evaluation(name, config, [str(rows)], [], "80", device="cpu"), tmp_path, said.append
-    )
+    config, said = llama().config, []
+    decoder = {"model": str(tmp_path / "model"), "device": "cpu"}
+    plan = plan_causal_evaluation(decoder, config, [str(rows)], [], "80")
+    run_plan(plan, tmp_path, notify=said.append)
     assert any(words.startswith("left out rerope:window=32: ") for words in said), said
-    data = json.loads((folder / "perplexity.json").read_text())
+    data = json.loads((tmp_path / plan.name / "perplexity.json").read_text())
     assert {"plain", "infoscale"} <= set(data["config"]["recipes"]) < {"plain", *usual_recipes(TRAINED, 80)}
     with pytest.raises(ValueError, match="dynamic"):
-        run_plan(plan_causal_evaluation(name, config, [str(rows)], ["rerope:window=32"], "80", device="cpu"), tmp_path)
+        run_plan(plan_causal_evaluation(decoder, config, [str(rows)], ["rerope:window=32"], "80"), tmp_path)
 
 
 def test_learned_positions_end(rows, tmp_path):
@@ -167,12 +167,11 @@ def test_lengths_and_their_buckets(rows, tmp_path):
     assert [parse_length(text, 256) for text in ("4x", "4×train", "1.5x", "300")] == [1024, 1024, 384, 300]
     assert choose_edges(256, 1024) == (0, 128, 256, 512, 1024)
     assert choose_edges(256, 520) == (0, 128, 256, 520)  # eight tokens alone would say nothing
-    plan = plan_causal_evaluation(
-        str(tmp_path), llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True, dtype="float32"
-    )
+    decoder = {"model": str(tmp_path), "dtype": "float32", "gguf_file": None}
+    plan = plan_causal_evaluation(decoder, llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True)
     assert plan.retrieval.recipes == plan.perplexity.recipes == ("plain", "infoscale")
     assert plan.retrieval.tasks == ("passkey",) and plan.retrieval.lengths == (128,)
-    assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.usual
+    assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.skip_unsupported
 
 
 def test_the_verdict(tmp_path):

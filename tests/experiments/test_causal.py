@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from isentrope.cli import app
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.plan import load_plan
-from isentrope.experiments.runner import run_plan as run_plan
+from isentrope.experiments.causal_plan import CausalPlan
+from isentrope.experiments.masked_plan import MaskedPlan
+from isentrope.experiments.runner import run_plan
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 
@@ -70,8 +72,8 @@ def test_what_was_found_again_is_beside_it(run, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("title:", "titel:", "got 'titel'"),
-        ("model:", "modl:", "got 'modl'"),
+        ("title:", "titel:", "unknown key 'titel'; did you mean 'title'"),
+        ("model:", "modl:", "unknown key 'modl'; did you mean 'model'"),
         ('"*.txt"', '"*.text"', "got none like \\*.text"),
         ("[0, 32, 64, 96]", "[0, 64, 32]", "edges"),
         ("rerope:window=16", "reroop:window=16", "reroop"),
@@ -111,23 +113,27 @@ def test_the_script_of_the_results():
     }
 
 
-def test_plans_of_another_kind_are_not_taken(tmp_path):
-    (tmp_path / "other.yaml").write_text("title: x\nlengths: [64]\n")
-    assert load_plan(tmp_path / "other.yaml") is None
+def test_plans_of_both_kinds_are_told_apart(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "causal.yaml").write_text(PLAN)
+    rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
+    (tmp_path / "masked.yaml").write_text(f"title: x\nlengths: [64]\ncheckpoints: {{a: {{shipped: dot}}}}\n{rows}\n")
+    assert isinstance(load_plan(tmp_path / "causal.yaml"), CausalPlan)
+    assert isinstance(load_plan(tmp_path / "masked.yaml"), MaskedPlan)
 
 
 @pytest.mark.parametrize("others", [["demo"], ["--lengths", "64"], ["--data", "corpus"], ["--jobs", "2"]])
 def test_decoders_do_not_mix(run, others):
     folder, _ = run
     result = CliRunner().invoke(app, ["study", "run", str(folder / "small.yaml"), *others])
-    assert result.exit_code == 2 and "expected them alone" in result.stderr
+    assert result.exit_code == 2 and "expected no other plans" in result.stderr
 
 
 def test_models_and_texts_are_named_by_the_environment_or_beside_the_plan(run, tmp_path, monkeypatch):
     folder, _ = run
     plan = PLAN.replace(str(SHIPPED_MODELS / "llama"), "$MODEL").replace("*.txt", "$TEXTS")
     (tmp_path / "named.yaml").write_text(plan)
-    with pytest.raises(ValueError, match=r"\$TEXTS: expected the environment"):
+    with pytest.raises(ValueError, match=r"\$TEXTS: environment variable not set"):
         load_plan(tmp_path / "named.yaml")
     monkeypatch.setenv("TEXTS", str(folder / "*.txt"))
     monkeypatch.setenv("MODEL", "some/name")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from isentrope.experiments import plan as plans
+from isentrope.experiments.masked_plan import override_plan
 from isentrope.models.gau.config import build_gau_recipe
 from isentrope.training.config import build_config
+from isentrope.utils.parsing import parse_numbers
 
 PAPER = {
     "main": "table 4.2.3", "softmax-plus-cosine": "table 4.2.4-1", "softmax-plus": "table 4.2.4-2",
@@ -71,7 +73,7 @@ def test_smaller_tables_are_rows_of_the_main_one():
 
 
 def test_what_a_checkpoint_starts_from_comes_first():
-    assert [c.name for c in plans.parse_plan("x", SMALL).needed()] == ["a", "b"]
+    assert [c.name for c in plans.parse_plan("x", SMALL).required_checkpoints()] == ["a", "b"]
 
 
 def test_a_plan_from_a_file(tmp_path):
@@ -80,9 +82,9 @@ def test_a_plan_from_a_file(tmp_path):
 
 
 def test_what_a_command_line_changes():
-    plan = plans.changed(plans.parse_plan("x", SMALL), "32,64", 0, "3,4")
+    plan = override_plan(plans.parse_plan("x", SMALL), "32,64", 0, "3,4")
     assert (plan.lengths, plan.protocol.positions, plan.seeds) == ((32, 64), None, (3, 4))
-    assert plans.changed(plan, None, None, None) == plan
+    assert override_plan(plan, None, None, None) == plan
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_what_a_command_line_changes():
 )
 def test_what_is_refused(text, words):
     with pytest.raises(ValueError, match=words.replace("[", r"\[").replace(".", r"\.")):
-        plans.parse_plan("x", text).needed()
+        plans.parse_plan("x", text).required_checkpoints()
 
 
 def test_unknown_names_are_answered_with_the_nearest():
@@ -130,4 +132,4 @@ def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ValueError, match="expected a file"):
         plans.load_plan("nowhere.yaml")
     with pytest.raises(ValueError, match="lengths: expected numbers"):
-        plans.numbers("lengths", "8,x")
+        parse_numbers("lengths", "8,x")

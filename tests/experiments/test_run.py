@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from isentrope.calibration.masked_lm import set_temperature
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.masked_lm import MaskingProtocol, score_documents
+from isentrope.experiments import checkpoints
+from isentrope.experiments import masked_runner as study
 from isentrope.experiments import plan as plans
-from isentrope.experiments import runner as study
 from isentrope.experiments.checkpoints import prepare_checkpoints
+from isentrope.experiments.masked_plan import override_plan, plan_masked_evaluation
 from isentrope.experiments.runner import plan_status, run_plan
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.recipe import Recipe
@@ -52,13 +54,13 @@ def rows(out, name="small"):
 
 def counting(monkeypatch):
     seen = []
-    plain = study.evaluate
+    plain = study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         seen.append(length)
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
+    monkeypatch.setattr(study, "score_documents", score_documents)
     return seen
 
 
@@ -162,7 +164,7 @@ def test_broken_weights_of_a_checkpoint_are_named(done, corpus, tmp_path):
 
 def test_weights_that_a_study_is_given(done, corpus, tmp_path):
     mine = Path(shutil.copytree(next(done.glob("checkpoints/dot-*")) / "best", tmp_path / "model"))
-    plan, path = plans.single(str(mine), ["rope"], "16", 2, "single"), mine / "model.safetensors"
+    plan, path = plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single"), mine / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if "o_dense" in name)
     save_file({("other" if key == name else key): x for key, x in tensors.items()}, path, {"format": "pt"})
@@ -174,7 +176,7 @@ def test_weights_that_a_study_is_given(done, corpus, tmp_path):
 
 
 def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain, count = copied(done, tmp_path), study.evaluate, iter(range(100))
+    out, plain, count = copied(done, tmp_path), study.score_documents, iter(range(100))
 
     def score_documents(*arguments):
         if next(count) == 5:
@@ -182,7 +184,7 @@ def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_pat
         return plain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "evaluate", score_documents)
+        patch.setattr(study, "score_documents", score_documents)
         with pytest.raises(KeyboardInterrupt):
             run_plan(plan, out, corpus, lambda words: None)
     assert not list(out.rglob("*.partial"))
@@ -202,14 +204,14 @@ def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
 
 
 def test_a_cell_that_fails_leaves_the_others_alone(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain = copied(done, tmp_path), study.evaluate
+    out, plain = copied(done, tmp_path), study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         if length == 64:
             raise torch.OutOfMemoryError("64 tokens are too many\nand more")
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
+    monkeypatch.setattr(study, "score_documents", score_documents)
     told = run_plan(plan, out, corpus, lambda words: None)
     assert told == {"plan": "small", "cells": 24, "done": 8, "failed": 16}
     assert {row["failed"] for row in rows(out) if row["length"] == 64} == {"out of memory: 64 tokens are too many"}
@@ -217,9 +219,9 @@ def test_a_cell_that_fails_leaves_the_others_alone(done, plan, corpus, tmp_path,
 
 def test_a_checkpoint_that_diverges_is_the_reason_of_its_cells(done, corpus, tmp_path, monkeypatch):
     def train(data, config, out):
-        raise study.Diverged("step 3: the loss is nan")
+        raise checkpoints.Diverged("step 3: the loss is nan")
 
-    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr(checkpoints, "train", train)
     plan = plans.parse_plan("small", PLAN)
     assert run_plan(plan, tmp_path, corpus, lambda words: None)["failed"] == 24
     assert {row["failed"] for row in rows(tmp_path)} == {"checkpoint base: step 3: the loss is nan"}
@@ -230,7 +232,7 @@ def test_processes_share_the_cells_whoever_comes_first(done, plan, corpus, tmp_p
     """Each process as if alone: what one has written by then must not change what the other takes on."""
     out = copied(done, tmp_path)
     seen = counting(monkeypatch)
-    monkeypatch.setattr(study, "_assemble", lambda *arguments: None)
+    monkeypatch.setattr(study, "_write_results", lambda *arguments: None)
     for index in order:
         fake = SimpleNamespace(
             process_index=index, num_processes=2, is_main_process=index == 0, device=torch.device("cpu"),
@@ -245,7 +247,7 @@ def test_processes_share_the_cells_whoever_comes_first(done, plan, corpus, tmp_p
 def test_models_of_other_tokens_are_refused(done, corpus, tmp_path):
     mine = next(done.glob("checkpoints/dot-*")) / "best"
     other = make_corpus(tmp_path / "other", letters="ponmlkjihgfedcbazy")
-    plan = plans.single(str(mine), ["rope"], "16", 2, "single")
+    plan = plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single")
     assert plan.train_length == 16 and run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 1
     with pytest.raises(ValueError, match="expected the tokens of the corpus"):
         run_plan(plan, tmp_path, other, lambda words: None)
@@ -257,7 +259,7 @@ def test_another_config_is_another_cell(done, corpus, tmp_path):
     for layers in (2, 1):
         config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"num_hidden_layers": layers}
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        plan = plans.single(str(tmp_path / "model"), ["rope"], "16", 2, "single")
+        plan = plan_masked_evaluation(str(tmp_path / "model"), ["rope"], "16", 2, "single")
         run_plan(plan, tmp_path, corpus, lambda words: None)
         found.append(rows(tmp_path, plan.name)[0])
     assert found[0]["key"] != found[1]["key"] and len(found[1]["entropy"]) == 1
@@ -265,17 +267,17 @@ def test_another_config_is_another_cell(done, corpus, tmp_path):
 
 def test_what_is_not_trained_has_one_seed(done, corpus, tmp_path):
     mine = next(done.glob("checkpoints/dot-*")) / "best"
-    plan = plans.changed(plans.single(str(mine), ["rope"], "16", 2, "single"), None, None, "3,4")
+    plan = override_plan(plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single"), None, None, "3,4")
     assert plan.size == 1 and run_plan(plan, tmp_path, corpus, lambda words: None)["cells"] == 1
 
 
 def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_path, monkeypatch):
     mine, taken = next(done.glob("checkpoints/dot-*")) / "best", []
-    plain = study.evaluate
+    plain = study.score_documents
     monkeypatch.setattr(
-        study, "evaluate", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
+        study, "score_documents", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
     )
-    plan = replace(plans.single(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
+    plan = replace(plan_masked_evaluation(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
     run_plan(plan, tmp_path, corpus, lambda words: None)
     assert taken[0]["temperature"]["train_length"] == 8
 
@@ -283,7 +285,7 @@ def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_
 def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
     """The best of a grid is no better; inside the training length nothing is fitted; the table is told."""
     mine = next(done.glob("checkpoints/cosine-*")) / "best"
-    plan = plans.single(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
+    plan = plan_masked_evaluation(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
     plan = replace(plan, rows=tuple(replace(row, fit=True) for row in plan.rows))
     assert run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 2
     inside, beyond = rows(tmp_path, plan.name)
@@ -291,7 +293,7 @@ def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
     tau = Recipe.parse(beyond["recipe"]).temperature
     assert tau.lengths == (16, 64) and tau.table[0] == 1.0
     prepared = PreparedCorpus.open(corpus)
-    others, hashes = prepared.documents("validation"), study._hashes(prepared, "validation")
+    others, hashes = prepared.documents("validation"), prepared.hashes("validation")
     model = GAUAlphaForMaskedLM.from_pretrained(mine).eval()
 
     def loss(value):
@@ -346,8 +348,8 @@ def test_what_has_no_seed_is_trained_by_one_process_whatever_seeds_they_are_at(p
             assert at_once.count(out) == 1
             at_once.remove(out)
 
-    monkeypatch.setattr(study, "train", train)
-    given = [plans.changed(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
+    monkeypatch.setattr(checkpoints, "train", train)
+    given = [override_plan(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
     with ThreadPoolExecutor(2) as pool:
         list(
             pool.map(

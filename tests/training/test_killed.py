@@ -237,7 +237,7 @@ def share(corpus, config, out, told_to_stop_at=None):
 
         def call(self, batch, rate):
             loss = plain(self, batch, rate)
-            if self.taken == told_to_stop_at:
+            if self.steps_taken == told_to_stop_at:
                 signal.raise_signal(signal.SIGTERM)
             return loss
 
@@ -259,7 +259,7 @@ def break_down(corpus, config, out, save=60.0):
 
     def call(self, batch, rate):
         loss = plain(self, batch, rate)
-        if self.taken == 4:
+        if self.steps_taken == 4:
             with torch.no_grad():
                 self.parameters[0].fill_(float("nan"))
         return loss
