@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
+from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
@@ -59,6 +60,7 @@ __all__ = [
     "YaRN",
     "YaRNTemperature",
     "attention",
+    "clear_caches",
 ]
 
 

@@ -21,8 +21,8 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
 from isentrope.data.corpus import read_documents
-from isentrope.evaluation.loading import causal_model
-from isentrope.evaluation.perplexity import Text
+from isentrope.evaluation.loading import load_causal_model
+from isentrope.evaluation.texts import Text
 from isentrope.hf.capture import Seen, observed, recipe_of
 from isentrope.hf.extend import extend, restore
 from isentrope.hf.layer import NAME
@@ -156,7 +156,7 @@ def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str 
         # what another recipe learns may have no weights yet
         given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
         return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=narrow, **given).to(device)
-    model: Any = causal_model(name, narrow)
+    model: Any = load_causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model

@@ -5,13 +5,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isentrope.core.caching import MAX_COMPILED_FUNCTIONS, MAX_DEVICES, bounded_cache
 
 MAX_EAGER_ENTRIES = 1 << 12  # tensors as small as those of one token gain nothing from fusion
 HAS_TRITON = find_spec("triton") is not None
@@ -36,7 +37,7 @@ def values_are_readable(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-@cache
+@bounded_cache(MAX_DEVICES)
 def cuda_capability_major(device: torch.device) -> int:
     """Return the major compute capability of an NVIDIA GPU: 8 is Ampere and Ada, 9 Hopper."""
     return torch.cuda.get_device_capability(device)[0]
@@ -74,7 +75,7 @@ def _specialisation(x: Tensor | None) -> Hashable:
     return x.dtype, x.device, x.requires_grad, x.is_contiguous(), tuple(n == 1 for n in x.shape)
 
 
-@cache
+@bounded_cache(MAX_COMPILED_FUNCTIONS, compiled=True)
 def _compile(function: Callable[..., Any], key: tuple[Hashable, ...]) -> Callable[..., Any]:
     """Compile a copy of the function.
 

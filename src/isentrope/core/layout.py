@@ -5,25 +5,20 @@ Everything is derived per query as index intervals over the keys, in O(queries) 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
 from isentrope.core.region import Region, Span
 
 Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
-# layouts kept between calls, and values kept with each: angles and block masks grow with the length
-MAX_LAYOUTS = 2
-MAX_CACHED_VALUES = 16
-_ABSENT = object()
 
 
 class Layout:
@@ -67,7 +62,7 @@ class Layout:
         position_ids: PositionIds | None = None,
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
-        self._memory: dict[Hashable, Any] = {}
+        self._values: LRUCache[Hashable, Any] | None = None
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
@@ -153,16 +148,9 @@ class Layout:
         """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
             return make()
-        made: Any = self._memory.get(key, _ABSENT)
-        if made is _ABSENT:
-            with torch.inference_mode(False):  # inference tensors could not be saved for a later backward
-                made = make()
-        with _lock:
-            self._memory.pop(key, None)
-            self._memory[key] = made  # now the most recently used
-            while len(self._memory) > MAX_CACHED_VALUES:
-                del self._memory[next(iter(self._memory))]
-        return made
+        if self._values is None:  # made here, for a layout that is part of a traced graph has none
+            self._values = LRUCache(MAX_LAYOUT_VALUES)
+        return self._values.get(key, make)
 
     @property
     def plain(self) -> bool:
@@ -262,7 +250,7 @@ class Layout:
         """
         if kind == "visible":
             low, high = self.bounds(region)
-            return self.cached(("count", region), lambda: (high - low).sum(-1))
+            return (high - low).sum(-1)
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
 
     @property
@@ -273,28 +261,17 @@ class Layout:
         return self.frame_high - self.origin, self._key_frame[1] - self._key_origin
 
 
-_recent: OrderedDict[Hashable, Layout] = OrderedDict()
-_lock = Lock()  # models may run in several threads
+_recent = LRUCache[Hashable, "Layout"](MAX_LAYOUTS)
 
 
 def get_layout(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
     """Return a layout; those of unpadded rows are cached, since every layer and step asks for the same one."""
     given = any(value is not None and value is not False for value in rows.values())
     probe = torch.empty(0, device=device)
-    if (
-        given or type(probe) is not Tensor or not values_are_readable(probe)
-    ):  # padded, or a graph is being traced or captured
+    # a padded layout is the caller's own, and tensors of a traced or captured graph must not outlive it
+    if given or type(probe) is not Tensor or not values_are_readable(probe):
         return Layout(batch, queries, keys, device, **rows)
-    key = (batch, queries, keys, device)
-    with _lock:
-        layout = _recent.pop(key, None)
-        if layout is None:
-            with torch.inference_mode(False):
-                layout = Layout(batch, queries, keys, device)
-        _recent[key] = layout  # now the most recently used
-        while len(_recent) > MAX_LAYOUTS:
-            _recent.popitem(last=False)
-    return layout
+    return _recent.get((batch, queries, keys, device), lambda: Layout(batch, queries, keys, device))
 
 
 def find_token_span(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from isentrope import __version__
-from isentrope.evaluation.perplexity import PLAIN, check_recipes
+from isentrope.evaluation.recipes import PLAIN, check_recipes
 from isentrope.hf.extend import extend, extension
 from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load

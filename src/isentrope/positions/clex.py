@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isentrope.core.precision import constant
+from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
@@ -146,7 +146,7 @@ class CLEX(nn.Module, Position):
     def _ntk(self, t: float, like: Tensor) -> Tensor:
         """ln θ_ntk(t)."""
         stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
-        return constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
+        return get_constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
 
     def _slope(self, t: float, learned: Tensor) -> Tensor:
         up, down = self.up.weight.to(learned.dtype), self.down.weight.to(learned.dtype)

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import constant
+from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 
@@ -50,7 +50,7 @@ class Rotary(Position):
         return dim
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return constant(rope_frequencies, device, self.rotated_size(head_dim), self.base, dtype)
+        return get_constant(rope_frequencies, device, self.rotated_size(head_dim), self.base, dtype)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
@@ -171,7 +171,7 @@ class NTK(TrainedLength):
         if dim == 2:
             raise ValueError("NTK: expected at least two rotated pairs, got one: its angle cannot change")
         if not self.dynamic:
-            return constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
+            return get_constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
         ratio = torch.as_tensor(length, device=device).to(dtype) / self.require_original_length()
         stretch = (self.factor * ratio - (self.factor - 1)).clamp_min(1)
         return rope_frequencies(dim, self.base * stretch[..., None] ** (dim / (dim - 2)), dtype)
@@ -203,7 +203,7 @@ class YaRN(TrainedLength):
         return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return constant(YaRN._frequencies, device, self, self.rotated_size(head_dim), dtype)
+        return get_constant(YaRN._frequencies, device, self, self.rotated_size(head_dim), dtype)
 
     def _frequencies(self, dim: int, dtype: torch.dtype) -> Tensor:
         def pair_turning(rotations: float) -> float:
