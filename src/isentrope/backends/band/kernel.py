@@ -107,7 +107,7 @@ def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
     return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
-def _shapes(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
+def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
     if device.type != "cuda":
         return SERVER_BLOCKS
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
