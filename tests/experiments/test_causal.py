@@ -15,10 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.experiments.checkpoints import SHIPPED_MODELS
-from isentrope.experiments.plan import load_plan
 from isentrope.experiments.causal_plan import CausalPlan
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.masked_plan import MaskedPlan
+from isentrope.experiments.plan import load_plan
 from isentrope.experiments.runner import run_plan
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
