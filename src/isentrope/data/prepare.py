@@ -17,7 +17,7 @@ from isentrope.data import duplicates, partition
 from isentrope.data.prepared import FORMAT, MANIFEST, TOKENIZER
 from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, files, tokenize
-from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
+from isentrope.models.tokenizer import build_bert_tokenizer, build_character_tokenizer
 from isentrope.pretrained import read_tokenizer
 from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
 from isentrope.utils.progress import progress
@@ -120,9 +120,9 @@ def _tokenizer(source: Source, fingerprint: str, saved: Path, options: Options) 
         if _read_mark(mark) == _made_from(fingerprint, options):
             return read_tokenizer(saved)
         texts = (document.text for document in progress(source.documents(), "characters", source.limit))
-        return character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
+        return build_character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
     if options.tokenizer.endswith(".txt"):
-        return published_tokenizer(options.tokenizer)
+        return build_bert_tokenizer(options.tokenizer)
     found = read_tokenizer(options.tokenizer)
     if getattr(found, "backend_tokenizer", None) is None:
         raise ValueError(f"tokenizer: expected a fast one, got {type(found).__name__} in {options.tokenizer}")

@@ -27,7 +27,7 @@ from isentrope.data.corpus import documents
 from isentrope.evaluation.loading import causal_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.hf.extend import extended
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import (
     check_finite,
     read_tokenizer,
@@ -183,7 +183,7 @@ def run(model: PreTrainedModel, name: str, texts: Sequence[Text], config: Config
     out.mkdir(parents=True, exist_ok=True)
     head = {
         "model": described(model, name),
-        "train_length": train_length(model.config.get_text_config()),
+        "train_length": read_train_length(model.config.get_text_config()),
         "config": asdict(config),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
     }

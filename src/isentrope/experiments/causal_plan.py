@@ -19,7 +19,7 @@ from isentrope.data.prepared import MANIFEST
 from isentrope.data.source import Source
 from isentrope.evaluation import perplexity, retrieval
 from isentrope.evaluation.perplexity import OPEN, PLAIN, read_held
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.utils.files import write_json
 
@@ -97,7 +97,7 @@ def single(
     data: files, folders and globs. length: tokens, or 4x for four times the training length. loading: as in DECODER.
     """
     # BLOOM and MPT name it otherwise
-    trained = train_length(text := config.get_text_config())
+    trained = read_train_length(text := config.get_text_config())
     trained = trained or getattr(text, "seq_length", None) or getattr(text, "max_seq_len", None)
     if trained is None or trained < 4:
         raise ValueError(f"model: expected a config that tells the training length, got {trained} in {model}")

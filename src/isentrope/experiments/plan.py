@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from isentrope.evaluation.masked_lm import Protocol
-from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
+from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
 from isentrope.training.config import configured
 
@@ -84,7 +84,7 @@ class Plan:
             if row.checkpoint not in self.checkpoints:
                 raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{_hint(row.checkpoint, self.checkpoints)}")  # fmt: skip  # noqa: E501
             try:  # before anything is trained
-                if gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
+                if build_gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
                     raise ValueError(f"fit: expected a recipe without a temperature, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None

@@ -30,7 +30,7 @@ from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summariz
 from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
 from isentrope.experiments.plan import Checkpoint, Plan, Row
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.gau.config import gau_recipe
+from isentrope.models.gau.config import build_gau_recipe
 from isentrope.pretrained import (
     check_same_tokens,
     check_tensors,
@@ -327,7 +327,7 @@ class _Evaluation:
             self.loaded = (None, None)  # not two at a time
             sizes = read_config_as(GAUAlphaConfig, cell.trained.folder)
             # what the text leaves open is the plan's training length, whatever the model's config says
-            recipe = gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
+            recipe = build_gau_recipe(cell.row.recipe, self.plan.train_length, sizes.attention_key_size).to_dict()
             options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
             model: Any = load_pretrained(GAUAlphaForMaskedLM, cell.trained.folder, **options)
             self.loaded = wanted, model.to(self.device).eval()

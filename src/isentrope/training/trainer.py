@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from isentrope.data.batches import Batches, Crops, NextTokens
 from isentrope.data.prepared import Prepared
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.gau.config import LEARNED, gau_recipe
-from isentrope.models.tokenizer import without_marks
+from isentrope.models.gau.config import LEARNED_WEIGHTS, build_gau_recipe
+from isentrope.models.tokenizer import make_causal_tokenizer
 from isentrope.positions import CLEX
 from isentrope.pretrained import (
     check_same_tokens,
@@ -85,7 +85,7 @@ class Run:
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = _identity(prepared, config, self.steps)
         marks = config.objective == "masked" or tokenizer.cls_token is None
-        self.tokenizer = tokenizer if marks else without_marks(tokenizer)
+        self.tokenizer = tokenizer if marks else make_causal_tokenizer(tokenizer)
         self.evaluate_every = config.evaluate_every or max(1, self.steps // 20)
         self.best: dict[str, torch.Tensor] = {}  # weights that are not on disk yet
 
@@ -313,7 +313,7 @@ def _gau(config: Config, tokenizer: Any) -> PreTrainedModel:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
     found: Any = read_config_as(GAUAlphaConfig, config.model)
-    options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
+    options["recipe"] = build_gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
     return _loaded(GAUAlphaForMaskedLM, found, config, tokenizer, options)
 
 
@@ -335,7 +335,9 @@ def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict
         raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
     check_same_tokens(Path(str(config.model)), tokenizer)
     options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
-    model: PreTrainedModel = load_pretrained(kind, resolve_model_name(str(config.model)), unused=LEARNED, **options)
+    model: PreTrainedModel = load_pretrained(
+        kind, resolve_model_name(str(config.model)), unused=LEARNED_WEIGHTS, **options
+    )
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
         raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")
