@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import isentrope as ise
-from isentrope.data.batches import Batches
+from isentrope.data.batches import MaskedBatches
 from isentrope.data.prepared import Documents
 from isentrope.evaluation.perplexity import load
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
@@ -237,7 +237,7 @@ def trained(size: Sizes, batch: int, length: int, steps: int) -> float:
     ids = np.random.default_rng(0).integers(5, VOCABULARY, 1 << 22, np.int32)
     count = len(ids) // 8192
     documents = Documents([str(i) for i in range(count)], np.full(count, 8192), np.arange(count) * 8192, ids)
-    batches = Batches(documents, length, batch, 0, mask_token=4, ordinary=np.arange(5, VOCABULARY))
+    batches = MaskedBatches(documents, length, batch, 0, mask_token=4, replacement_tokens=np.arange(5, VOCABULARY))
     cuda = size.device == "cuda"
     model: nn.Module = network(size, 0.1).train()
     stepper = Stepper(model, Accelerator(), decay=0.01, clip=1.0, bf16=cuda, accumulate=1, compile=cuda)

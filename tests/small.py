@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from isentrope.study.prepare import Options, prepare
 
 from isentrope.data.source import Source
-from isentrope.study.prepare import Options, prepare
 
 LETTERS = "abcdefghijklmnop"
 

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from isentrope.study.features import hidden_states
+from isentrope.study.inspect import load as load_to_inspect
+from isentrope.study.place import causal_model
+from isentrope.study.run import SHIPPED
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -30,10 +34,6 @@ from isentrope import dtypes
 from isentrope.cli import app
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.pretrained import check_finite, check_weights, load_pretrained, saved_dtype
-from isentrope.study.features import hidden_states
-from isentrope.study.inspect import load as load_to_inspect
-from isentrope.study.place import causal_model
-from isentrope.study.run import SHIPPED
 from tests.hf.tiny import llama
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:?!'\"()-\n"

@@ -8,14 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from typer.testing import CliRunner
-
-import isentrope as ise
-from isentrope.cli import app
-from isentrope.data.corpus import Document, sympy_documents
 from isentrope.hf.tempered import Tempered, checkpointed, tempered
-from isentrope.recipe import Recipe
 from isentrope.report.calibrate import draw, table
 from isentrope.study.causal import calibrate as study
 from isentrope.study.causal import descent
@@ -23,6 +16,13 @@ from isentrope.study.causal.calibrate import Config, calibrate, seconds
 from isentrope.study.causal.choice import choose, halves
 from isentrope.study.causal.perplexity import Text, load, load_tokenizer, token_losses
 from isentrope.study.run import SHIPPED
+from torch import nn
+from typer.testing import CliRunner
+
+import isentrope as ise
+from isentrope.cli import app
+from isentrope.data.corpus import Document, sympy_documents
+from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from tests.hf.tiny import llama, tokens
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from isentrope.study import plan as plans
+from isentrope.study.run import SHIPPED
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, T5Config
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.study import plan as plans
-from isentrope.study.run import SHIPPED
 from tests.test_run import PLAN
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")

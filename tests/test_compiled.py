@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 import torch
+from isentrope.compiled import _compile, variant_of
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import fold
 from isentrope.backends import dense, flex, merge
-from isentrope.compiled import _compile, variant_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from isentrope.study.causal import perplexity
+from isentrope.study.causal.plan import _edges, _tokens, load, single, usual
+from isentrope.study.causal.plan import run as run_plan
+from isentrope.study.run import SHIPPED
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -20,10 +24,6 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.report import figures, leaderboard
-from isentrope.study.causal import perplexity
-from isentrope.study.causal.plan import _edges, _tokens, load, single, usual
-from isentrope.study.causal.plan import run as run_plan
-from isentrope.study.run import SHIPPED
 from tests.hf.tiny import TRAINED, llama, tokens
 
 PLAN = f"""

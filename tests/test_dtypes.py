@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
+from isentrope.dtypes import cpu_dtype
 
 from isentrope import dtypes
-from isentrope.dtypes import cpu_dtype
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ from math import exp, inf
 import numpy as np
 import pytest
 import torch
+from isentrope.study import evaluate as study
+from isentrope.study.evaluate import Protocol, Score, evaluate, summary
 from torch.nn import functional as F
 
 import isentrope.models as models
 from isentrope.data.prepared import Documents
-from isentrope.study import evaluate as study
-from isentrope.study.evaluate import Protocol, Score, evaluate, summary
 
 MASK = 4
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-
 from isentrope.extras import EXTRAS, MissingExtraError, named_extras, require
 
 # a process in which nothing but the core is installed

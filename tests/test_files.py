@@ -7,10 +7,10 @@ import fcntl
 import os
 
 import pytest
+from isentrope.files import BrokenFileError, claimed, complete, explain, read_fields, read_json
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.files import BrokenFileError, claimed, complete, explain, read_fields, read_json
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from isentrope.asked import calls_of, geometry
+from isentrope.study import inspect as looking
+from isentrope.study import weights
+from isentrope.study.causal.perplexity import Text
+from isentrope.study.weights import BINS, Window
 from typer.testing import CliRunner
 
 import isentrope as ise
-from isentrope.asked import calls_of, geometry
 from isentrope.backends import reference
 from isentrope.cli import app
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
 from isentrope.models.tokenizer import character_tokenizer
 from isentrope.report import inspect as figures
-from isentrope.study import inspect as looking
-from isentrope.study import weights
-from isentrope.study.causal.perplexity import Text
-from isentrope.study.weights import BINS, Window
 from isentrope.theory import peak_cosine
 from tests.hf.tiny import llama, tokens
 from tests.largest import Largest

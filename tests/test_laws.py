@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from isentrope.study import laws
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,7 +19,6 @@ import isentrope
 from isentrope import theory
 from isentrope.cli import app
 from isentrope.report import figures, tables
-from isentrope.study import laws
 
 TINY = laws.Config(longest=256, queries=128)
 KEYS = [law.key for law in laws.laws(TINY)]

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from isentrope.layout import Layout
 from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import attention
 from isentrope.backends import padding
-from isentrope.layout import Layout
 from tests.test_properties import EXACT, brute
 
 BACKENDS = ("reference", "dense", "sdpa", "chunked", "flex")

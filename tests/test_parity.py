@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from isentrope.fold import angles
 
 import isentrope as ise
 from isentrope import Recipe
-from isentrope.fold import angles
 
 transformers = pytest.importorskip("transformers")
 

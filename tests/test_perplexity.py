@@ -9,6 +9,8 @@ from math import exp, log
 
 import pytest
 import torch
+from isentrope.study.causal import perplexity
+from isentrope.study.causal.perplexity import Config, Text, run, summary, token_losses
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -22,8 +24,6 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import figures, leaderboard, tables
-from isentrope.study.causal import perplexity
-from isentrope.study.causal.perplexity import Config, Text, run, summary, token_losses
 from tests.hf.tiny import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from isentrope.models.config import gau_recipe
 from isentrope.study import plan as plans
 from isentrope.study.regimen import configured

@@ -9,6 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from isentrope.study import prepare as study
+from isentrope.study.features import hidden_states
+from isentrope.study.prepare import Options, prepare
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
@@ -19,9 +22,6 @@ from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
 from isentrope.models.tokenizer import character_tokenizer
 from isentrope.report import corpus, tables
-from isentrope.study import prepare as study
-from isentrope.study.features import hidden_states
-from isentrope.study.prepare import Options, prepare
 
 SMALL = Options(longer_than=300, test=4)
 WORDS = [f"{a}{b}{c}" for a in "bcdfghklm" for b in "aeiou" for c in "nrst"]

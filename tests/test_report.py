@@ -13,17 +13,17 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from isentrope.report.curves import curves
+from isentrope.report.numbers import number
+from isentrope.report.published import beside, step, tables
+from isentrope.report.study import Row, read
+from isentrope.study.plan import load, names
 from rich.console import Console
 from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.report import grid, page, pieces, words
 from isentrope.report.claims import judge, said
-from isentrope.report.curves import curves
-from isentrope.report.numbers import number
-from isentrope.report.published import beside, step, tables
-from isentrope.report.study import Row, read
-from isentrope.study.plan import load, names
 from tests.made_study import cell, cells, claim, plan, study, write
 
 ROWS = [("A", "plain"), ("A", "C.S."), ("A", "I.S."), ("A", "both")]

@@ -11,6 +11,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from isentrope.study.causal import retrieval
+from isentrope.study.causal.perplexity import under
+from isentrope.study.causal.retrieval import Config, Prompt, Prompts, failures, forced, generated, run, wilson
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -20,9 +23,6 @@ from isentrope.data.filler import FILLER, QUALITIES, THINGS
 from isentrope.data.needles import COMMON, LINKS, PLACED, TASKS, VALUES, Haystack, draft, filled
 from isentrope.models.tokenizer import character_tokenizer, without_marks
 from isentrope.report import retrieval as report
-from isentrope.study.causal import retrieval
-from isentrope.study.causal.perplexity import under
-from isentrope.study.causal.retrieval import Config, Prompt, Prompts, failures, forced, generated, run, wilson
 from tests.hf.tiny import llama
 
 FILLED = Haystack.of()

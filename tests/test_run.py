@@ -13,17 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from isentrope.data.prepared import Prepared
 from isentrope.files import claimed, complete
-from isentrope.models import GAUAlphaForMaskedLM
-from isentrope.recipe import Recipe
 from isentrope.study import plan as plans
 from isentrope.study import run as study
 from isentrope.study.evaluate import Protocol, evaluate
 from isentrope.study.fit import set_temperature
 from isentrope.study.run import checkpoints, run, status
+from safetensors.torch import load_file, save_file
+
+from isentrope.data.prepared import Prepared
+from isentrope.models import GAUAlphaForMaskedLM
+from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from tests.small import make_corpus
 

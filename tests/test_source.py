@@ -9,10 +9,10 @@ import sys
 
 import datasets
 import pytest
+from isentrope.extras import MissingExtraError
 
 from isentrope.data.corpus import CorpusError, sympy_documents
 from isentrope.data.source import Source
-from isentrope.extras import MissingExtraError
 
 
 def write(path, rows):

@@ -20,6 +20,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from isentrope.study import train as study
+from isentrope.study.checkpoint import Log, read_log, save_tensors
+from isentrope.study.prepare import Options, prepare
+from isentrope.study.regimen import PRESETS, VARIANTS, Config, configured, read_sizes
+from isentrope.study.step import Stepper, ahead
+from isentrope.study.train import Diverged, Interrupted, train
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -33,12 +39,6 @@ from isentrope.data.prepared import Prepared
 from isentrope.data.source import Source
 from isentrope.models.tokenizer import character_tokenizer
 from isentrope.positions import CLEX
-from isentrope.study import train as study
-from isentrope.study.checkpoint import Log, read_log, save_tensors
-from isentrope.study.prepare import Options, prepare
-from isentrope.study.regimen import PRESETS, VARIANTS, Config, configured, read_sizes
-from isentrope.study.step import Stepper, ahead
-from isentrope.study.train import Diverged, Interrupted, train
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "attention_key_size": 8}

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from isentrope.cli import app
 from isentrope.study import checkpoint
 from isentrope.study import train as study
 from isentrope.study.checkpoint import read_log
 from isentrope.study.step import Stepper
 from isentrope.study.train import Diverged, Interrupted, train
+from typer.testing import CliRunner
+
+from isentrope.cli import app
 from tests.small import make_corpus, one_cpu_thread
 from tests.test_train import GENTLE, TINY, assert_same_weights, states, stop_at
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from isentrope.core import call
-from isentrope.data.prepared import Prepared
+from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.masked_lm import Protocol, evaluate, summarize_scores
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("faults.json"))
     options = parser.parse_args()
-    prepared = Prepared.open(options.corpus)
+    prepared = PreparedCorpus.open(options.corpus)
     hashes = [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == "test"]
     mask = AutoTokenizer.from_pretrained(prepared.tokenizer_path).mask_token_id
     device, dtype = resolve_device("cuda" if torch.cuda.is_available() else "cpu")

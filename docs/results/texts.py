@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from isentrope.data.corpus import documents
+from isentrope.data.corpus import read_documents
 from isentrope.utils.files import write_atomically
 
 START, END = 20_000, 240_000
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("books", type=Path)
     parser.add_argument("--out", type=Path, default=Path("texts"))
     options = parser.parse_args()
-    books = [(document.name, document.text or "") for document in documents([options.books])]
+    books = [(document.name, document.text or "") for document in read_documents([options.books])]
     others = [book for index, book in enumerate(books) if index not in TEN and len(book[1]) >= LONG]
     write(options.out / "novels.jsonl", [(name, text[START:END]) for name, text in (books[i] for i in TEN)])
     write(

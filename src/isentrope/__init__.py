@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
+from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
 from isentrope.recipe import Recipe
@@ -84,3 +85,4 @@ def __getattr__(name: str) -> Any:
 
 # folders of extended models have a model type of their own, which transformers knows from here on
 after_import("transformers.models.auto.configuration_auto", lambda: import_module("isentrope.saved_config"))
+register_deprecated_modules()

@@ -18,8 +18,8 @@ from isentrope.backends import chunked, dense, flex, merge, reference, sdpa
 from isentrope.backends.band import backend as banded
 from isentrope.backends.decode import backend as decode
 from isentrope.backends.padding import blank_padding
-from isentrope.builder import asked_of
-from isentrope.core.call import Call, Unfolded
+from isentrope.builder import build_call
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import compiled
 from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout, PositionIds
@@ -108,9 +108,9 @@ def attention(
     recipe = as_recipe(recipe).resolved()
     _check_shapes(q, k, v)
     with autocast_disabled(q):
-        asked = asked_of(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
-        biased = asked.meetings[0].slopes is not None
-        most = AT_ONCE if len(asked.meetings) > 1 else COUNTED if biased else q.numel()
+        asked = build_call(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
+        biased = asked.branches[0].slopes is not None
+        most = AT_ONCE if len(asked.branches) > 1 else COUNTED if biased else q.numel()
         options = (dropout, backend, return_lse, return_entropy)
         whole = q.numel() <= most or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if whole or (backend in ("auto", "band") and not return_entropy and banded.alone(asked)):
@@ -121,7 +121,7 @@ def attention(
 
 
 def _attended(
-    asked: Unfolded, dropout: Any, backend: str, return_lse: bool, return_entropy: bool
+    asked: AttentionCall, dropout: Any, backend: str, return_lse: bool, return_entropy: bool
 ) -> tuple[Tensor, Aux]:
     for name in RAW if backend == "auto" else [name for name in RAW if name == backend]:
         why = "it has no attention weights to drop" if dropout else RAW[name].refusal(asked)
@@ -147,9 +147,9 @@ def _attended(
     return out, Aux(lse if return_lse else None, entropy, name)
 
 
-def _by_heads(asked: Unfolded, most: int, *options: Any) -> tuple[Tensor, Aux]:
+def _by_heads(asked: AttentionCall, most: int, *options: Any) -> tuple[Tensor, Aux]:
     """A few heads after the others: what is folded, and the branches before they are merged, take that much less."""
-    q, v, shares = asked.q, asked.v, list(asked.shared_out(most))
+    q, v, shares = asked.q, asked.v, list(asked.split_heads(most))
     if len(shares) == 1:
         return _attended(asked, *options)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -213,7 +213,7 @@ def _with_dropout(dropout: Any, backend: str) -> tuple[str, Callable[[Tensor], T
     return backend, partial(F.dropout, p=float(dropout))
 
 
-def _choose(backend: str, calls: list[Call]) -> str:
+def _choose(backend: str, calls: list[FoldedBranch]) -> str:
     if backend == "auto":
         return _automatic(calls)
     if backend not in BACKENDS:
@@ -223,7 +223,7 @@ def _choose(backend: str, calls: list[Call]) -> str:
     return backend
 
 
-def _automatic(calls: list[Call]) -> str:
+def _automatic(calls: list[FoldedBranch]) -> str:
     """The fastest backend known for this call."""
     for name in (_fastest(calls), "dense" if _table_fits(calls[0]) else "chunked"):
         if BACKENDS[name].refusal(calls) is None:
@@ -232,7 +232,7 @@ def _automatic(calls: list[Call]) -> str:
     raise AssertionError("neither dense nor chunked refuses anything")
 
 
-def _fastest(calls: list[Call]) -> str:
+def _fastest(calls: list[FoldedBranch]) -> str:
     """The fused backend to ask."""
     call = calls[0]
     plain = len(calls) == 1 and call.slopes is None and (call.everything or call.causal)
@@ -244,7 +244,7 @@ def _fastest(calls: list[Call]) -> str:
     return "sdpa" if any(sdpa.triangular(call) for call in calls) else "flex"
 
 
-def _table_fits(call: Call) -> bool:
+def _table_fits(call: FoldedBranch) -> bool:
     most = LARGEST_TABLE.get(call.q.device.type, 1 << 22)
     if torch.is_grad_enabled() and (call.q.requires_grad or call.v.requires_grad):
         most = min(most, LARGEST_KEPT)
@@ -258,7 +258,7 @@ def _announce(name: str, device: str) -> None:
         logger.info("attention: backend 'auto' runs %s on %s", name, device)
 
 
-def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
+def _entropy(name: str, calls: list[FoldedBranch], lse: Tensor) -> Tensor:
     """H = Σ_j p_j (L - s_j), branch by branch: with V := K attention returns Σ_j p_j k_j, and s is linear in k."""
     if name == "reference":
         return reference.entropy(calls)
@@ -276,7 +276,7 @@ def _entropy(name: str, calls: list[Call], lse: Tensor) -> Tensor:
         return entropy.clamp_min(0)  # rounding may put a query that sees one key a little below
 
 
-def _branch(name: str, call: Call) -> tuple[Tensor, Tensor]:
+def _branch(name: str, call: FoldedBranch) -> tuple[Tensor, Tensor]:
     if name in BACKENDS:
         return BACKENDS[name].attend([call], True)
     asked = call.unfolded
@@ -287,7 +287,7 @@ def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.to(dtype) * b.to(dtype)).sum(-1)
 
 
-def _mean_bias(name: str, call: Call, anchor: Tensor) -> Tensor:
+def _mean_bias(name: str, call: FoldedBranch, anchor: Tensor) -> Tensor:
     """Σ_j p_j bias_j. On each side of the query |Δ| is linear in the key's position, so its mean suffices.
 
     Positions cancel, all but the distance, so their mean is taken in fp64: by row chunks where the backend has none.

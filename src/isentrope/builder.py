@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from isentrope.core.call import Call, Meeting, Unfolded
+from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout, PositionIds, layout_of
 from isentrope.core.region import Region
@@ -29,7 +29,7 @@ LARGEST_TAU = 1 << 20
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of a score
 
 
-def asked_of(
+def build_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -41,7 +41,7 @@ def asked_of(
     layout: Layout | None,
     scale: float | None,
     rotated_keys: bool,
-) -> Unfolded:
+) -> AttentionCall:
     """What is asked of a backend. All but q, k and v is kept with its layout: a model's layers ask the same again."""
     lasting = lengths is None and position_ids is None and recipe.lasting and _lasting(call_mask)
     if not lasting or not isinstance(scale, (float, int, NoneType)) or torch.compiler.is_compiling():
@@ -57,12 +57,12 @@ def asked_of(
     group = layout.cached(("asked", position, token, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), call_mask, causal, scale, rotated_keys)
     if (known := group.get(key)) is not None:
-        return Unfolded(q, k, v, layout, *known[1])
+        return AttentionCall(q, k, v, layout, *known[1])
     with torch.inference_mode(False):  # as in `remember`
         _, region = geometry(q, k, recipe.mask, call_mask, causal, None, None, layout)
         asked = unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
     if len(group) < MOST_ASKED and (asked.tau is None or asked.tau.numel() <= LARGEST_TAU):
-        told = asked.meetings, asked.tau, asked.scale, asked.normalise, asked.interleaved
+        told = asked.branches, asked.tau, asked.scale, asked.normalise, asked.interleaved
         group[key] = recipe, told  # the recipe, so that no other can have its place in memory
     return asked
 
@@ -133,7 +133,7 @@ def calls_of(
     region: Region,
     scale: float | None,
     rotated_keys: bool,
-) -> list[Call]:
+) -> list[FoldedBranch]:
     """One call for each branch of the position method that is reached, with everything folded into q and k."""
     return unfolded(q, k, v, recipe, layout, region, scale, rotated_keys).folded()
 
@@ -147,7 +147,7 @@ def unfolded(
     region: Region,
     scale: float | None,
     rotated_keys: bool,
-) -> Unfolded:
+) -> AttentionCall:
     """Temperatures, and the branches that are reached with their angles."""
     score, position = recipe.score or Dot(), recipe.position or NoPE()
     if rotated_keys and not position.keys_cacheable:
@@ -172,8 +172,8 @@ def unfolded(
     # what does not depend on the values of q, k and v is worked out once for all calls that share the layout
     tau = _shared(layout, recipe.temperature, sizes, lambda: _temperature(recipe.temperature, layout, *sizes))
     turns = _shared(layout, position, (*sizes, rotated_keys), lambda: _turns(position, layout, *sizes, rotated_keys))
-    meetings = [Meeting(branch.region, query, key, branch.slopes) for branch, query, key in turns]
-    return Unfolded(q, k, v, layout, meetings, tau, factor, score.normalises, interleaved)
+    branches = [RotatedBranch(branch.region, query, key, branch.slopes) for branch, query, key in turns]
+    return AttentionCall(q, k, v, layout, branches, tau, factor, score.normalises, interleaved)
 
 
 def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[], T]) -> T:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from isentrope.asked import geometry, unfolded
+from isentrope.fold import _fold, angles, fold
+from isentrope.region import Region
 from torch.autograd import forward_ad
 
 import isentrope as ise
 from isentrope import compiled
-from isentrope.asked import geometry, unfolded
 from isentrope.attention import attention
 from isentrope.backends.band import cut_up
-from isentrope.fold import _fold, angles, fold
-from isentrope.region import Region
 from tests.contract.matrix import Setting
 
 hopper = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
             recipe = recipe_of(text)
             q, k, _ = Setting(queries, keys, batch=1, heads=6).tensors(torch.float32)
             layout, region = geometry(q, k, recipe.mask, None, causal, None, None)
-            regions = [m.region for m in unfolded(q, k, k, recipe, layout, region, None, False).meetings]
+            regions = [m.region for m in unfolded(q, k, k, recipe, layout, region, None, False).branches]
             if (cut := cut_up(regions, queries, keys)) is None:
                 continue
             apart = layout.key[:, None] - layout.query[..., None]
@@ -375,7 +375,7 @@ def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
         recipe = recipe_of(text).resolved()
         layout, region = geometry(q, k, recipe.mask, None, True, None, None)
         asked = unfolded(q, k, v, recipe, layout, region, None, False)
-        assert len(list(asked.shared_out(module.AT_ONCE))) == 3
+        assert len(list(asked.split_heads(module.AT_ONCE))) == 3
         with torch.no_grad():
             for told in (False, True):
                 whole, one = module._attended(asked, None, "auto", told, told)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from isentrope.asked import calls_of, geometry
 
 import isentrope as ise
-from isentrope.asked import calls_of, geometry
 from tests.contract.matrix import WINDOW, Setting, build
 from tests.contract.test_matrix import NAMES, run
 

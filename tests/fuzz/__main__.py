@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from isentrope.files import complete
 
 # cases by default; families are as many as transformers has, kills are of a training and of a study

@@ -16,9 +16,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-
 from isentrope.study import plan as plans
 from isentrope.study.run import run
+
 from tests.small import make_corpus
 from tests.test_run import PLAN
 from tests.test_train_killed import arguments, assert_same_run

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from isentrope.region import EVERYTHING, band, first
 from torch import Tensor, nn
 
 import isentrope as ise
 from isentrope.masks import Mask, Sink
 from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
 from isentrope.positions.rope import PI, Rotary
-from isentrope.region import EVERYTHING, band, first
 from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES, Setting, build
 from tests.hf.tiny import llama, tokens
 

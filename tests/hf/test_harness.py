@@ -19,10 +19,9 @@ import isentrope as ise
 from isentrope import models
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'isentrope[harness]'")
+from isentrope.study.causal.harness import Isentrope  # noqa: E402
 from lm_eval._cli import HarnessCLI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-
-from isentrope.study.causal.harness import Isentrope  # noqa: E402
 
 GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
 LLAMA = str(Path(models.__file__).parent / "shipped" / "llama")  # trained at 256 characters

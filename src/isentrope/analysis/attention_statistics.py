@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from isentrope.attention import attention
 from isentrope.backends.sdpa import MAX_HEAD_DIM
 from isentrope.builder import calls_of, geometry
-from isentrope.core.call import Call
+from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
@@ -142,7 +142,7 @@ def _where(seen: CapturedAttention) -> tuple[Layout, Region]:
     return geometry(seen.q, seen.k, seen.recipe.mask, mask, causal, None, None, seen.layout)
 
 
-def _branches(seen: CapturedAttention) -> list[Call]:
+def _branches(seen: CapturedAttention) -> list[FoldedBranch]:
     """The attention as its backend is asked for it, with everything folded into queries and keys."""
     seen = _widened(seen)
     with autocast_disabled(seen.q):
@@ -159,7 +159,7 @@ def _chunks(seen: CapturedAttention, first: int, last: int, multiple: int = 1) -
         yield slice(at, min(at + step, last))
 
 
-def _scores(calls: list[Call], rows: slice) -> Tensor:
+def _scores(calls: list[FoldedBranch], rows: slice) -> Tensor:
     """Scores of a few queries with all keys, (batch, heads, rows, keys); -inf where a key is not seen."""
     found: Tensor | float = -inf
     with autocast_disabled(calls[0].q):
@@ -173,7 +173,7 @@ def _scores(calls: list[Call], rows: slice) -> Tensor:
     return found
 
 
-def _logs(calls: list[Call], rows: slice) -> Tensor:
+def _logs(calls: list[FoldedBranch], rows: slice) -> Tensor:
     """ln of the attention weights of a few queries; -inf where a key is not seen."""
     scores = _scores(calls, rows)
     total = scores.logsumexp(-1, keepdim=True)

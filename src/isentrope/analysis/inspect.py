@@ -20,7 +20,7 @@ from transformers import AutoModelForMaskedLM
 import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
-from isentrope.data.corpus import documents
+from isentrope.data.corpus import read_documents
 from isentrope.evaluation.loading import causal_model
 from isentrope.evaluation.perplexity import Text
 from isentrope.hf.capture import CapturedAttention, capture_attention, get_recipe
@@ -167,7 +167,7 @@ def read(path: Path, name: str, length: int) -> Text:
     """The first document of a file that has this many tokens of the model's tokenizer."""
     tokenizer: Any = None
     longest = 0
-    for document in documents([path]):
+    for document in read_documents([path]):
         tokens = document.tokens
         if tokens is None:
             if tokenizer is None:

@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.product import product
-from isentrope.core.call import Call
+from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import compiled
 
 
-def refusal(calls: list[Call]) -> str | None:
+def refusal(branches: list[FoldedBranch]) -> str | None:
     return None
 
 
-def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
-    first = calls[0]
-    scores = [product(call.q, call.k.repeat_interleave(call.groups, 1).mT) for call in calls]
-    masks = [None if call.everything else call.mask() for call in calls]
-    biases = [call.bias() for call in calls]
+def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
+    first = branches[0]
+    scores = [product(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
+    masks = [None if branch.everything else branch.mask() for branch in branches]
+    biases = [branch.bias() for branch in branches]
     v = first.v.repeat_interleave(first.groups, 1)
     dtype = v.dtype if first.dropout is None else scores[0].dtype
-    run = compiled(_softmax, (*scores, *masks, *biases), len(calls), first.scale, dtype)
+    run = compiled(_softmax, (*scores, *masks, *biases), len(branches), first.scale, dtype)
     weights, lse = run(scores, masks, biases, first.scale, dtype)
     if first.dropout is not None:
         weights = first.dropout(weights)

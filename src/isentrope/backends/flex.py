@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from isentrope.backends.merge import Part, merge
-from isentrope.core.call import Call
+from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import compiled
 from isentrope.core.dtypes import accumulation_dtype
 
@@ -28,15 +28,15 @@ MOST_ON_CPU = 4096
 _lock = Lock()
 
 
-def refusal(calls: list[Call]) -> str | None:
-    q, v = calls[0].q, calls[0].v
+def refusal(branches: list[FoldedBranch]) -> str | None:
+    q, v = branches[0].q, branches[0].v
     if q.is_cuda:
         if q.dtype == torch.float64:
             return "it does not take float64; use 'chunked'"
         if min(q.shape[-1], v.shape[-1]) < 16 or max(q.shape[-1], v.shape[-1]) > 256:
             return f"it takes head sizes from 16 to 256, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for call in calls for x in (call.q, call.k, call.v)):
+    if torch.is_grad_enabled() and any(x.requires_grad for branch in branches for x in (branch.q, branch.k, branch.v)):
         return "it has no backward on a CPU; use 'sdpa' or 'chunked'"
     if max(q.shape[2], v.shape[2]) > MOST_ON_CPU:
         return (
@@ -45,21 +45,21 @@ def refusal(calls: list[Call]) -> str | None:
     return None
 
 
-def attend(calls: list[Call], need_lse: bool) -> tuple[Tensor, Tensor]:
-    return merge([Part(*_branch(call)) for call in calls], calls[0].q.shape[2])
+def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
+    return merge([Part(*_branch(branch)) for branch in branches], branches[0].q.shape[2])
 
 
-def _branch(call: Call) -> tuple[Tensor, Tensor]:
-    block_mask, spans = call.layout.cached(("blocks", call.region), lambda: _block_mask(call))
-    score_mod = None if call.slopes is None else _bias(call)
-    tensors, grouped = (call.q, call.k, call.v), call.groups > 1
-    if call.q.is_cuda:
+def _branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
+    block_mask, spans = branch.layout.cached(("blocks", branch.region), lambda: _block_mask(branch))
+    score_mod = None if branch.slopes is None else _bias(branch)
+    tensors, grouped = (branch.q, branch.k, branch.v), branch.groups > 1
+    if branch.q.is_cuda:
         # heads, their sizes and the scale are constants of the kernel
-        constants = (*call.q.shape[1::2], *call.v.shape[1::2], call.scale, spans, score_mod is None)
+        constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, score_mod is None)
         kernel = compiled(_run, (*tensors, block_mask.kv_indices), *constants)
     else:
         kernel = _eager
-    return kernel(*tensors, score_mod, block_mask, call.scale, grouped)
+    return kernel(*tensors, score_mod, block_mask, branch.scale, grouped)
 
 
 def _run(
@@ -85,12 +85,12 @@ def _eager(*args: Any) -> tuple[Tensor, Tensor]:
             flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
-def _bias(call: Call) -> Callable[..., Tensor]:
-    assert call.slopes is not None
-    slopes = call.slopes.to(accumulation_dtype(call.q))
-    batch = call.q.shape[0]
-    query = call.layout.query.to(torch.int32).expand(batch, -1).contiguous()
-    key = call.layout.key.to(torch.int32).expand(batch, -1).contiguous()
+def _bias(branch: FoldedBranch) -> Callable[..., Tensor]:
+    assert branch.slopes is not None
+    slopes = branch.slopes.to(accumulation_dtype(branch.q))
+    batch = branch.q.shape[0]
+    query = branch.layout.query.to(torch.int32).expand(batch, -1).contiguous()
+    key = branch.layout.key.to(torch.int32).expand(batch, -1).contiguous()
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score - slopes[h] * (query[b, i] - key[b, j]).abs()
@@ -110,10 +110,10 @@ def _visible(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def _block_mask(call: Call) -> tuple[BlockMask, int]:
+def _block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:
     """The blocks each row of blocks must visit, and those of them that need no mask, from intervals alone."""
-    low, high = call.bounds
-    batch, queries, keys = call.layout.batch, call.layout.queries, call.layout.keys
+    low, high = branch.bounds
+    batch, queries, keys = branch.layout.batch, branch.layout.queries, branch.layout.keys
     # rows past the end repeat the last: a block that reaches over it reads something harmless
     spare = -queries % BLOCK
     low, high = (torch.cat((x, x[:, -1:].expand(-1, spare, -1)), 1) for x in (low, high))

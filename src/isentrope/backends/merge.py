@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from isentrope.core.call import Call
+from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import compiled
 
 
@@ -33,15 +33,15 @@ class Kernel(ABC):
     """A backend that computes branches one by one."""
 
     @abstractmethod
-    def forward(self, call: Call) -> Part:
+    def forward(self, branch: FoldedBranch) -> Part:
         """One branch; zeros and -inf for a query that sees no key of it."""
 
-    def together(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+    def together(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of all branches, merged."""
-        return merge([self.forward(call) for call in calls], calls[0].q.shape[2])
+        return merge([self.forward(branch) for branch in branches], branches[0].q.shape[2])
 
     @abstractmethod
-    def backward(self, call: Call, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one branch, from the output and log-sum-exp of all branches together."""
 
 
@@ -57,8 +57,8 @@ def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: in
     # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is no number
     anchor = torch.where(lse == -torch.inf, 0.0, lse)
     total = None
-    for o, first, branch in zip(outs, firsts, whole, strict=True):
-        part = lengthened(o, first, length).to(lse.dtype) * torch.exp(branch - anchor)[..., None]
+    for o, first, branch_lse in zip(outs, firsts, whole, strict=True):
+        part = lengthened(o, first, length).to(lse.dtype) * torch.exp(branch_lse - anchor)[..., None]
         total = part if total is None else total + part
     assert total is not None
     return total.to(outs[0].dtype), lse
@@ -76,10 +76,12 @@ class Merged(torch.autograd.Function):
     """Branches through a kernel, merged, with the merged backward."""
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = kernel.together(_filled(calls, v, operands))
+    def forward(
+        ctx: Any, kernel: Kernel, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.together(_filled(branches, v, operands))
         nothing = v.new_empty(0)
-        ctx.kernel, ctx.calls = kernel, [replace(call, q=nothing, k=nothing, v=nothing) for call in calls]
+        ctx.kernel, ctx.calls = kernel, [replace(branch, q=nothing, k=nothing, v=nothing) for branch in branches]
         ctx.save_for_backward(out, lse, v, *operands)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -97,9 +99,11 @@ class Traced(Merged):
     """
 
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, calls: list[Call], v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = (x.clone() for x in kernel.together(_filled(calls, v, operands)))
-        ctx.kernel, ctx.calls = kernel, calls
+    def forward(
+        ctx: Any, kernel: Kernel, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = (x.clone() for x in kernel.together(_filled(branches, v, operands)))
+        ctx.kernel, ctx.calls = kernel, branches
         ctx.save_for_backward(out, lse, v, *operands)
         return out, lse
 
@@ -112,23 +116,23 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     out, lse, v, *operands = ctx.saved_tensors
     d_operands: list[Tensor] = []
     dv_total: Tensor | None = None
-    for call in _filled(ctx.calls, v, operands):
-        dq, dk, dv = ctx.kernel.backward(call, grads[0], out, lse)
+    for branch in _filled(ctx.calls, v, operands):
+        dq, dk, dv = ctx.kernel.backward(branch, grads[0], out, lse)
         d_operands += [dq, dk]
         dv_total = dv if dv_total is None else dv_total + dv
     return None, None, dv_total, *d_operands
 
 
-def _filled(calls: list[Call], v: Tensor, operands: Sequence[Tensor]) -> list[Call]:
+def _filled(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Tensor]) -> list[FoldedBranch]:
     pairs = zip(operands[::2], operands[1::2], strict=True)
-    return [replace(call, q=q, k=k, v=v) for call, (q, k) in zip(calls, pairs, strict=True)]
+    return [replace(branch, q=q, k=k, v=v) for branch, (q, k) in zip(branches, pairs, strict=True)]
 
 
-def attend(kernel: Kernel, calls: list[Call]) -> tuple[Tensor, Tensor]:
+def attend(kernel: Kernel, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
     """All branches of one attention through a kernel."""
-    calls = [part for call in calls for part in call.split()]
-    operands = [x for call in calls for x in (call.q, call.k)]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (calls[0].v, *operands)):
-        return kernel.together(calls)
+    branches = [part for branch in branches for part in branch.split()]
+    operands = [x for branch in branches for x in (branch.q, branch.k)]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (branches[0].v, *operands)):
+        return kernel.together(branches)
     function = Traced if torch.compiler.is_compiling() else Merged
-    return function.apply(kernel, calls, calls[0].v, *operands)
+    return function.apply(kernel, branches, branches[0].v, *operands)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from isentrope.core.call import Unfolded
+from isentrope.core.call import AttentionCall
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 
 HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
 
 
-def blank_padding(asked: Unfolded) -> Unfolded:
+def blank_padding(asked: AttentionCall) -> AttentionCall:
     """The same with zeros in keys and values that no query sees, and in padded queries where they are not finite.
 
     On a CPU the padded slots are looked at first: to read them costs less than to copy all keys.

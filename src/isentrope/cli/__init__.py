@@ -1,6 +1,8 @@
-"""The `isentrope` command: one subcommand, one function."""
+"""The `isentrope` command: one module per subcommand."""
 
-from isentrope.cli import corpora, fitting, looking, studies, training
-from isentrope.cli.base import app
+from isentrope.cli import calibrate, data, evaluate, inspect, laws, perplexity, report, retrieval, study, train
+from isentrope.cli.common import app
 
-__all__ = ["app", "corpora", "fitting", "looking", "studies", "training"]
+__all__ = [
+    "app", "calibrate", "data", "evaluate", "inspect", "laws", "perplexity", "report", "retrieval", "study", "train",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`python -m isentrope.cli`, which launchers of several processes need."""
+"""`python -m isentrope.cli`, for launchers of several processes."""
 
 from isentrope.cli import app
 

@@ -18,7 +18,7 @@ SIZES = (32, 64, 128, 256)  # of vectors that Triton kernels have
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class RotatedBranch:
     """Pairs in `region` meet with their queries and keys turned by these angles, and a bias -slopes · |Δ|."""
 
     region: Region
@@ -28,14 +28,14 @@ class Meeting:
 
 
 @dataclass(frozen=True, eq=False)
-class Unfolded:
+class AttentionCall:
     """One attention as it is asked for: q and k raw, τ (batch or 1, heads or 1, queries), and where pairs meet."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     layout: Layout
-    meetings: list[Meeting]
+    branches: list[RotatedBranch]
     tau: Tensor | None
     scale: float
     normalise: bool
@@ -50,7 +50,7 @@ class Unfolded:
             return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
         if any(x.stride(-1) != 1 for x in (q, k, v)):
             return "it takes vectors whose entries are next to each other"
-        if any(m.slopes is not None for m in self.meetings):
+        if any(m.slopes is not None for m in self.branches):
             return "it has no distance bias"
         if turns and (self.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
             return "it turns whole vectors, laid out in halves"
@@ -66,24 +66,24 @@ class Unfolded:
 
     @property
     def _turns(self) -> list[Angles]:
-        return [turn for m in self.meetings for turn in (m.query, m.key) if turn is not None]
+        return [turn for m in self.branches for turn in (m.query, m.key) if turn is not None]
 
-    def folded(self) -> list[Call]:
+    def folded(self) -> list[FoldedBranch]:
         """A call for each meeting, with angles, τ and norms folded into q and k."""
-        return [self.call(at) for at in self.meetings]
+        return [self.call(at) for at in self.branches]
 
-    def call(self, at: Meeting) -> Call:
+    def call(self, at: RotatedBranch) -> FoldedBranch:
         query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
-        return Call(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
+        return FoldedBranch(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
 
-    def keys(self, at: Meeting, most: int | None = None) -> Tensor:
+    def keys(self, at: RotatedBranch, most: int | None = None) -> Tensor:
         """The keys as a meeting has them, or the first of them."""
         k, turn = self.k, at.key
         if most is not None:
             k, turn = k[:, :, :most], turn and (turn[0][:, :, :most], turn[1][:, :, :most])
         return fold(k, turn, None, self.normalise, self.interleaved)
 
-    def shared_out(self, most: int) -> Iterator[tuple[slice, Unfolded]]:
+    def split_heads(self, most: int) -> Iterator[tuple[slice, AttentionCall]]:
         """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
         kv_heads = self.k.shape[1]
         groups = self.q.shape[1] // kv_heads
@@ -93,13 +93,13 @@ class Unfolded:
             keys = slice(first, first + count)
             heads = slice(first * groups, (first + count) * groups)
             tau = self.tau if self.tau is None or self.tau.shape[1] == 1 else self.tau[:, heads]
-            meetings = [m if m.slopes is None else replace(m, slopes=m.slopes[heads]) for m in self.meetings]
+            branches = [m if m.slopes is None else replace(m, slopes=m.slopes[heads]) for m in self.branches]
             q, k, v = self.q[:, heads], self.k[:, keys], self.v[:, keys]
-            yield heads, replace(self, q=q, k=k, v=v, meetings=meetings, tau=tau)
+            yield heads, replace(self, q=q, k=k, v=v, branches=branches, tau=tau)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class FoldedBranch:
     """softmax over the keys in `region` of  scale · q·k - slopes · |Δ|,  applied to v.
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv): positioned and tempered.
@@ -116,10 +116,10 @@ class Call:
     dropout: Callable[[Tensor], Tensor] | None = None
 
     @property
-    def unfolded(self) -> Unfolded:
+    def unfolded(self) -> AttentionCall:
         """The same, as a question with nothing left to fold."""
-        at = Meeting(self.region, None, None, self.slopes)
-        return Unfolded(self.q, self.k, self.v, self.layout, [at], None, self.scale, False, False)
+        at = RotatedBranch(self.region, None, None, self.slopes)
+        return AttentionCall(self.q, self.k, self.v, self.layout, [at], None, self.scale, False, False)
 
     @property
     def groups(self) -> int:
@@ -136,7 +136,7 @@ class Call:
         """The plain causal triangle of self-attention."""
         return self.region == CAUSAL and self.layout.plain and self.layout.queries == self.layout.keys
 
-    def split(self) -> list[Call]:
+    def split(self) -> list[FoldedBranch]:
         """The same keys as one call a span, where that lets a chunk of rows pass over the keys between spans."""
         if len(self.region.spans) < 2 or not self.layout.banded:
             return [self]

@@ -1,1 +1,1 @@
-"""Text and batches to train and evaluate on."""
+"""Corpora, partitions, training batches and retrieval examples."""

@@ -1,4 +1,4 @@
-"""Batches for training, each a function of the seed and the step alone."""
+"""Training batches, each a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from isentrope.data.prepared import Documents
 from isentrope.positions import PoSE
 
 CROPS = ("random", "first")
-MASKED, SWAPPED = 0.8, 0.1  # of the chosen tokens; the rest are left as they are
+MASKED_SHARE, REPLACED_SHARE = 0.8, 0.1  # of the predicted tokens; the rest keep their value
 
 
 @dataclass(frozen=True)
-class Crops(ABC):
-    """`crops[step]`: a batch made of crops of documents, drawn anew for each example of each epoch.
+class CropBatches(ABC):
+    """`batches[step]`: random crops of documents, drawn anew for each example of each epoch.
 
-    An epoch takes every document once, in an order of its own; a crop begins anywhere in its document, or with "first"
-    at its beginning. Nothing is remembered between steps, so that a run may be cut into processes, stopped and resumed
-    at will.
+    An epoch visits every document once, in its own order. A crop starts at a random token of its document, or at the
+    first one with crop="first". No state is kept between steps, so a run may be split over processes and resumed.
     """
 
     documents: Documents
@@ -31,7 +30,7 @@ class Crops(ABC):
     size: int
     seed: int
     crop: str = "random"
-    beyond: ClassVar[int] = 0  # tokens of a crop after the `length` that a model reads
+    extra_tokens: ClassVar[int] = 0  # tokens of a crop beyond the `length` that a model reads
 
     def __post_init__(self) -> None:
         if self.crop not in CROPS:
@@ -42,54 +41,54 @@ class Crops(ABC):
             raise ValueError(f"seed: expected a number in 0 … 2⁶⁴ - 1, got {self.seed}")
         if not len(self.documents):
             raise ValueError("documents: expected some, got none")
-        if (shortest := int(self.documents.lengths.min())) < self.length + self.beyond:
-            tokens = f"{shortest} tokens" + (f" less {self.beyond}" if self.beyond else "")
+        if (shortest := int(self.documents.lengths.min())) < self.length + self.extra_tokens:
+            tokens = f"{shortest} tokens" + (f" less {self.extra_tokens}" if self.extra_tokens else "")
             raise ValueError(f"length: expected at most the shortest document's {tokens}, got {self.length}")
 
     @abstractmethod
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """What the model reads, and the labels."""
+        """Return the model inputs and labels of a step."""
 
     @property
     def steps_per_epoch(self) -> float:
         return len(self.documents) / self.size
 
-    def members(self, step: int) -> NDArray[np.int64]:
-        """Which documents the batch takes, (size,)."""
+    def document_indices(self, step: int) -> NDArray[np.int64]:
+        """Return the indices of the documents that a step crops, (size,)."""
         count = len(self.documents)
-        taken = np.arange(step * self.size, (step + 1) * self.size)
-        orders = {epoch: self._order(epoch) for epoch in np.unique(taken // count).tolist()}
-        return np.array([orders[i // count][i % count] for i in taken.tolist()])
+        examples = np.arange(step * self.size, (step + 1) * self.size)
+        orders = {epoch: self._order(epoch) for epoch in np.unique(examples // count).tolist()}
+        return np.array([orders[i // count][i % count] for i in examples.tolist()])
 
-    def _cut(self, step: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """The tokens of the step's crops, (size, length + beyond)."""
-        which, length = self.members(step), self.length + self.beyond
-        last = self.documents.lengths[which] - length
-        begin = (rng.random(self.size) * (last + 1)).astype(np.int64)
+    def _read_crops(self, step: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the tokens of the step's crops, (size, length + extra_tokens)."""
+        indices, length = self.document_indices(step), self.length + self.extra_tokens
+        last_start = self.documents.lengths[indices] - length
+        start = (rng.random(self.size) * (last_start + 1)).astype(np.int64)
         if self.crop == "first":
-            begin[:] = 0
-        places = self.documents.starts[which] + begin
-        return self.documents.ids[places[:, None] + np.arange(length)].astype(np.int64)
+            start[:] = 0
+        offsets = self.documents.starts[indices] + start
+        return self.documents.ids[offsets[:, None] + np.arange(length)].astype(np.int64)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        # steps count from 0 up and epochs from 2⁶³ up: no two draws share a key
-        return self._random((1 << 63) + epoch).permutation(len(self.documents))
+        # Steps count up from 0 and epochs from 2⁶³, so no two draws share a key.
+        return self._generator((1 << 63) + epoch).permutation(len(self.documents))
 
-    def _random(self, counter: int) -> np.random.Generator:
+    def _generator(self, counter: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=np.array([self.seed, counter], np.uint64)))
 
 
 @dataclass(frozen=True)
-class Batches(Crops):
-    """Crops of `length` tokens, a share of them masked.
+class MaskedBatches(CropBatches):
+    """Crops of `length` tokens of which round(share · length) are predicted, the same number in each row as in BERT.
 
-    round(share · length) tokens of each crop are to be predicted (BERT's way: as many in each row): 80 % of them become
-    the mask token, 10 % another token, 10 % stay. With `pose`, positions are drawn up to that length.
+    80 % of the predicted tokens become the mask token, 10 % a random replacement token, 10 % keep their value. With
+    `pose`, positions are drawn up to that length.
     """
 
     _: KW_ONLY
     mask_token: int
-    ordinary: NDArray[np.int64]  # tokens to put in place of others
+    replacement_tokens: NDArray[np.int64]
     share: float = 0.15
     pose: int | None = None
 
@@ -97,28 +96,28 @@ class Batches(Crops):
         super().__post_init__()
         if not 0 < self.share < 1:
             raise ValueError(f"share: expected a number in (0, 1), got {self.share!r}")
-        if not len(self.ordinary):
-            raise ValueError("ordinary: expected tokens to put in place of others, got none")
+        if not len(self.replacement_tokens):
+            raise ValueError("replacement_tokens: expected one or more, got none")
         if self.pose is not None and self.pose < self.length:
             raise ValueError(f"pose: expected at least the length {self.length}, got {self.pose}")
 
     @property
     def predictions(self) -> int:
-        """Tokens to be predicted in each row."""
+        """Number of predicted tokens in each row."""
         return max(1, round(self.share * self.length))
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """input_ids (size, length); at, labels (size, predictions): where and what; noise (size,): for dropout."""
-        rng = self._random(step)
-        ids = self._cut(step, rng)
+        """Return input_ids (size, length), at and labels (size, predictions), and noise (size,), dropout's seeds."""
+        rng = self._generator(step)
+        ids = self._read_crops(step, rng)
         count = self.predictions
         order = rng.random((self.size, self.length))
         at = np.sort(np.argpartition(order, count - 1, 1)[:, :count], 1)
         labels = np.take_along_axis(ids, at, 1)
-        fate = rng.random(at.shape)
-        other = self.ordinary[rng.integers(0, len(self.ordinary), at.shape)]
-        shown = np.where(fate < MASKED, self.mask_token, np.where(fate < MASKED + SWAPPED, other, labels))
-        np.put_along_axis(ids, at, shown, 1)
+        draw = rng.random(at.shape)
+        replacements = self.replacement_tokens[rng.integers(0, len(self.replacement_tokens), at.shape)]
+        replaced = np.where(draw < MASKED_SHARE + REPLACED_SHARE, replacements, labels)
+        np.put_along_axis(ids, at, np.where(draw < MASKED_SHARE, self.mask_token, replaced), 1)
 
         batch: dict[str, Any] = {"input_ids": ids, "at": at, "labels": labels}
         batch["noise"] = rng.integers(0, 1 << 31, self.size, np.int32)
@@ -130,12 +129,12 @@ class Batches(Crops):
 
 
 @dataclass(frozen=True)
-class NextTokens(Crops):
-    """Crops of `length` tokens, each followed by one more: every token is to be predicted from those before it."""
+class NextTokenBatches(CropBatches):
+    """Crops of `length` tokens and the one after: every token is predicted from those before it."""
 
-    beyond: ClassVar[int] = 1
+    extra_tokens: ClassVar[int] = 1
 
     def __getitem__(self, step: int) -> dict[str, torch.Tensor]:
-        """input_ids, labels (size, length)."""
-        ids = torch.from_numpy(self._cut(step, self._random(step)))
+        """Return input_ids and labels, (size, length)."""
+        ids = torch.from_numpy(self._read_crops(step, self._generator(step)))
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}

@@ -1,4 +1,4 @@
-"""Batches for training."""
+"""A data collator that draws PoSE positions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from isentrope.positions import PoSE
 
 
 class PoSECollator:
-    """A collator's batches with PoSE positions, drawn anew for every batch of every epoch.
+    """Add PoSE positions to a collator's batches, drawn anew for every batch of every epoch.
 
-    `PoSECollator(collator, target_length=4096)` goes to `Trainer(data_collator=…)`; `collator` is any that returns
-    `input_ids`. Padding may be on either side. Positions jump, which transformers reads as several packed texts unless
-    the batch has an attention mask: one of ones is added where there is none.
+    Pass `PoSECollator(collator, target_length=4096)` to `Trainer(data_collator=…)`. Padding may be on either side.
+    transformers takes jumping positions for packed texts unless the batch has an attention mask, so a missing mask is
+    added as ones.
+
+    Args:
+        collator: Any collator that returns `input_ids`.
+        target_length: Positions are drawn up to this length.
+        seed: Seed of the draws.
     """
 
     def __init__(self, collator: Callable[[Any], dict[str, Any]], target_length: int = 4096, seed: int = 0) -> None:
@@ -31,21 +36,21 @@ class PoSECollator:
         if mask.dim() != 2:
             raise ValueError(f"PoSECollator: expected an attention mask (batch, tokens), got {tuple(mask.shape)}")
         positions = torch.zeros_like(mask)
-        for row, kept in enumerate(mask.bool()):
-            length = int(kept.sum())
+        for row, visible in enumerate(mask.bool()):
+            length = int(visible.sum())
             if length:
-                positions[row, kept] = self.pose.sample(1, length, self._generator())[0]
+                positions[row, visible] = self.pose.sample(1, length, self._generator())[0]
         batch["position_ids"] = positions
         return batch
 
     def _generator(self) -> torch.Generator:
-        """One stream of numbers for each worker of a data loader."""
+        """Return the generator of this data loader worker."""
         worker = torch.utils.data.get_worker_info()
         key = -1 if worker is None else worker.id
         if key not in self.generators:
-            # a worker's seed differs from epoch to epoch; without workers the stream simply goes on
+            # A worker's seed differs between epochs; without workers one generator serves all epochs.
             seed = self.seed if worker is None else self.seed + worker.seed
-            seed += 0x9E3779B97F4A7C15 * _rank()  # processes that train together draw different positions
+            seed += 0x9E3779B97F4A7C15 * _rank()  # so that processes draw different positions
             self.generators[key] = torch.Generator().manual_seed(seed % (1 << 63))
         return self.generators[key]
 

@@ -1,4 +1,4 @@
-"""Documents: from text, JSON-lines, Parquet and FASTA files, plain or compressed, and from SymPy's own sources."""
+"""Read documents from text, JSON-lines, Parquet and FASTA files, plain or compressed, and from SymPy's sources."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from typing import Any, BinaryIO, TextIO
 from isentrope.utils.extras import named_extras
 
 logger = logging.getLogger("isentrope")
-COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-PACKED = (*COMPRESSED, ".parquet")  # text that does not look like it
-# SymPy 1.14.0: names and bytes of every module over SHORTEST characters that is not a test
+DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+BINARY_SUFFIXES = (*DECOMPRESSORS, ".parquet")  # files of bytes that nevertheless hold text
+# SymPy 1.14.0: names and bytes of every module over MIN_SYMPY_CHARACTERS that is not a test
 SYMPY_SHA256 = "c7a51730a4e3839a3b3e9848a5956abcdae2d3b2d346312bd81afb26adfc4ffb"
-SHORTEST = 4096
+MIN_SYMPY_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or the tokens it was turned into beforehand. group: what belongs together when documents are split."""
+    """A text, or the tokens of one. Documents of the same `group` stay together when a corpus is split."""
 
     name: str
     text: str | None = None
@@ -42,107 +42,117 @@ class Document:
 
 
 class CorpusError(ValueError):
-    """A file, or a line of one, that holds no document."""
+    """A file or a line that holds no document."""
 
 
-def documents(paths: Iterable[Path], *, column: str = "text", skip_broken: bool = False) -> Iterator[Document]:
-    """Every document of these files, one after another, read as they are asked for.
+def read_documents(paths: Iterable[Path], *, column: str = "text", skip_broken: bool = False) -> Iterator[Document]:
+    """Yield every document of these files lazily.
 
-    `.jsonl` (one object a line with `column` or `input_ids`, and `id` and `group` where it has them), `.parquet` (the
-    same by row), `.fasta`, `.fa`, `.fna` (one record a document), and anything else as one text; all but Parquet also
-    as `.gz`, `.xz` or `.bz2`. What cannot be read is an error that names the file and the line, or with `skip_broken` a
-    warning.
+    `.jsonl` holds one object a line, with `column` or `input_ids` and optionally `id` and `group`; `.parquet` the same
+    by row; `.fasta`, `.fa` and `.fna` one record a document; any other file is one text. All but Parquet may be
+    compressed as `.gz`, `.xz` or `.bz2`.
+
+    Args:
+        paths: The files.
+        column: The field that holds the text.
+        skip_broken: Warn about what cannot be read instead of raising.
+
+    Raises:
+        CorpusError: A file or line cannot be read; the message names it.
     """
     for path in paths:
         if not path.is_file():
             raise CorpusError(f"{path}: expected a file")
-        for found in _guarded(path, _reader(path)(path, column)):
-            if isinstance(found, Document):
-                yield found
+        for result in _catch_read_errors(path, _select_reader(path)(path, column)):
+            if isinstance(result, Document):
+                yield result
             elif skip_broken:
-                logger.warning("skipped: %s", found)
+                logger.warning("skipped: %s", result)
             else:
-                raise found
+                raise result
 
 
-def sympy_documents(verify: bool = True) -> list[Document]:
-    """The default corpus: SymPy's modules over 4096 characters, without tests, grouped by subpackage.
+def read_sympy_documents(verify: bool = True) -> list[Document]:
+    """Return the default corpus: SymPy's modules over 4096 characters, without tests, grouped by subpackage.
 
-    torch installs SymPy, so they are on every machine; `verify` makes sure that they are those of version 1.14.0.
+    torch depends on SymPy, so the sources are always installed.
+
+    Args:
+        verify: Check that the sources are those of version 1.14.0.
     """
     spec = find_spec("sympy")
     if spec is None or not spec.submodule_search_locations:
         raise CorpusError("sympy: expected the package to be installed, got none")
     root = Path(next(iter(spec.submodule_search_locations)))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    found, content = [], hashlib.sha256()
+    documents, content = [], hashlib.sha256()
     for name in names:
         parts = name.split("/")
         text = (root / name).read_bytes().decode("utf-8")
-        if "tests" not in parts and len(text) > SHORTEST:
+        if "tests" not in parts and len(text) > MIN_SYMPY_CHARACTERS:
             content.update(name.encode() + b"\0" + text.encode() + b"\0")
-            found.append(Document(name, text=text, group=parts[0]))
+            documents.append(Document(name, text=text, group=parts[0]))
     if verify and content.hexdigest() != SYMPY_SHA256:
         raise CorpusError("sympy: expected the sources of version 1.14.0, got others; pip install sympy==1.14.0")
-    return found
+    return documents
 
 
-Found = Document | CorpusError
+ReadResult = Document | CorpusError
 
 
-def _guarded(path: Path, found: Iterator[Found]) -> Iterator[Found]:
-    """What a reader finds, and where it broke off as a file that is cut short or of another kind."""
+def _catch_read_errors(path: Path, results: Iterator[ReadResult]) -> Iterator[ReadResult]:
+    """Yield a reader's results, then a CorpusError if the file is truncated or of another format."""
     try:
-        yield from found
+        yield from results
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, CorpusError):
             raise
         yield CorpusError(f"{path}: cannot be read to its end: {error}")
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[Found]]:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
+def _select_reader(path: Path) -> Callable[[Path, str], Iterator[ReadResult]]:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in DECOMPRESSORS]
     kind = suffixes[-1] if suffixes else ""
     if kind in (".fasta", ".fa", ".fna"):
-        return _fasta
-    return {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet}.get(kind, _whole)
+        return _read_fasta
+    return {".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}.get(kind, _read_text)
 
 
-def _open(path: Path) -> TextIO:
-    """Without the byte-order mark that some editors put before a text."""
-    return COMPRESSED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
+def _open_text(path: Path) -> TextIO:
+    """Open a text file, dropping the byte-order mark that some editors write."""
+    return DECOMPRESSORS.get(path.suffix, open)(path, "rt", encoding="utf-8-sig")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str | CorpusError]]:
-    """Lines by number, each decoded by itself: a wrong byte breaks its own line, and no other."""
+def _read_lines(path: Path) -> Iterator[tuple[int, str | CorpusError]]:
+    """Yield numbered lines, each decoded by itself: an invalid byte breaks only its own line."""
     number = 0
     try:
         with _open_bytes(path) as lines:
-            for line in chain.from_iterable(map(bytes.splitlines, lines)):  # an old end of line is a lone \r
+            for line in chain.from_iterable(map(bytes.splitlines, lines)):  # old files end lines with a lone \r
                 number += 1
-                yield number, _decoded(path, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+                yield number, _decode(path, number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise EOFError(f"past line {number}: {error}") from error
 
 
 def _open_bytes(path: Path) -> BinaryIO:
-    return COMPRESSED.get(path.suffix, open)(path, "rb")
+    return DECOMPRESSORS.get(path.suffix, open)(path, "rb")
 
 
-def _decoded(path: Path, number: int, line: bytes) -> str | CorpusError:
+def _decode(path: Path, number: int, line: bytes) -> str | CorpusError:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         return CorpusError(f"{path}:{number}: expected UTF-8, got {error}")
 
 
-def _whole(path: Path, column: str) -> Iterator[Found]:
-    with _open(path) as file:
+def _read_text(path: Path, column: str) -> Iterator[ReadResult]:
+    with _open_text(path) as file:
         yield Document(path.name, text=file.read())
 
 
-def _json_lines(path: Path, column: str) -> Iterator[Found]:
-    for number, line in _lines(path):
+def _read_json_lines(path: Path, column: str) -> Iterator[ReadResult]:
+    for number, line in _read_lines(path):
         if isinstance(line, CorpusError):
             yield line
             continue
@@ -150,27 +160,27 @@ def _json_lines(path: Path, column: str) -> Iterator[Found]:
             continue
         try:
             data = json.loads(line)
-        except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, of brackets in brackets
+        except (ValueError, RecursionError) as error:  # thousands of digits or nested brackets
             yield CorpusError(f"{path}:{number}: expected a JSON object a line, got {error}")
             continue
-        yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
+        yield parse_record(data, f"{path.name}:{number}", f"{path}:{number}", column)
 
 
-def _json(path: Path, column: str) -> Iterator[Found]:
-    """A list of documents, or one a line, as .jsonl has them; any other JSON is a text like others."""
-    with _open(path) as file:
+def _read_json(path: Path, column: str) -> Iterator[ReadResult]:
+    """Read a list of records, or one record a line as in .jsonl; any other JSON is one text."""
+    with _open_text(path) as file:
         text = file.read()
-    data = _parsed(text)
-    if isinstance(data, list) and data and all(_is_record(each, column) for each in data):
-        for number, each in enumerate(data, 1):
-            yield record(each, f"{path.name}:{number}", f"{path}:{number}", column)
-    elif data is None and _is_record(_parsed(text.lstrip().partition("\n")[0]), column):
-        yield from _json_lines(path, column)
+    data = _try_parse(text)
+    if isinstance(data, list) and data and all(_is_record(item, column) for item in data):
+        for number, item in enumerate(data, 1):
+            yield parse_record(item, f"{path.name}:{number}", f"{path}:{number}", column)
+    elif data is None and _is_record(_try_parse(text.lstrip().partition("\n")[0]), column):
+        yield from _read_json_lines(path, column)
     else:
         yield Document(path.name, text=text)
 
 
-def _parsed(text: str) -> Any:
+def _try_parse(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -181,18 +191,18 @@ def _is_record(data: Any, column: str) -> bool:
     return isinstance(data, dict) and bool({column, "input_ids"} & set(data))
 
 
-def _parquet(path: Path, column: str) -> Iterator[Found]:
+def _read_parquet(path: Path, column: str) -> Iterator[ReadResult]:
     with named_extras():
         from pyarrow.parquet import ParquetFile
     number = 0
     for batch in ParquetFile(path).iter_batches(64):
         for data in batch.to_pylist():
             number += 1
-            yield record(data, f"{path.name}:{number}", f"{path}:{number}", column)
+            yield parse_record(data, f"{path.name}:{number}", f"{path}:{number}", column)
 
 
-def record(data: Any, name: str, where: str, column: str) -> Found:
-    """The document of one object: its `column` or `input_ids`, and its `id` and `group` where it has them."""
+def parse_record(data: Any, name: str, where: str, column: str) -> ReadResult:
+    """Build the document of one record from its `column` or `input_ids` and its optional `id` and `group`."""
     if not isinstance(data, dict):
         return CorpusError(f"{where}: expected an object with {column!r}, got {type(data).__name__}")
     name = str(data.get("id", name))
@@ -201,7 +211,7 @@ def record(data: Any, name: str, where: str, column: str) -> Found:
     if isinstance(text, str):
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can write
+        except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair
             return CorpusError(f"{where}: expected text, got {error}")
         return Document(name, text=text, group=group)
     tokens = data.get("input_ids")
@@ -210,12 +220,12 @@ def record(data: Any, name: str, where: str, column: str) -> Found:
     return CorpusError(f"{where}: expected {column!r} or 'input_ids', got {', '.join(map(str, data)) or 'nothing'}")
 
 
-def _fasta(path: Path, column: str) -> Iterator[Found]:
+def _read_fasta(path: Path, column: str) -> Iterator[ReadResult]:
     name, parts, broken = None, list[str](), False
-    for number, line in _lines(path):
+    for number, line in _read_lines(path):
         if isinstance(line, CorpusError):
             yield line
-            name, broken = None, True  # and with it the record
+            name, broken = None, True  # skip the rest of the record
         elif line.startswith(">"):
             if name is not None:
                 yield Document(name, text="".join(parts))

@@ -1,4 +1,4 @@
-"""What a document is like: the mean of a model's hidden states over it."""
+"""Document features: a model's mean hidden state."""
 
 from __future__ import annotations
 
@@ -14,45 +14,49 @@ import isentrope.models  # noqa: F401  AutoModel then knows GAU-α
 from isentrope.core.dtypes import cpu_dtype
 from isentrope.pretrained import load_pretrained, saved_dtype
 
-CHUNK, LONGEST = 512, 4096  # tokens read at a time, and of a document
+CHUNK_TOKENS, MAX_DOCUMENT_TOKENS = 512, 4096
 
 
-def hidden_states(
+def mean_hidden_states(
     name: str, documents: Iterable[NDArray[np.int32]], tokenizer: Any, device: str = "auto"
 ) -> Iterator[NDArray[np.float64]]:
-    """For each document the mean of the last hidden states over its first 4096 tokens, read 512 at a time, (size,).
+    """Yield each document's mean last hidden state over its first 4096 tokens, read 512 at a time, (hidden size,).
 
-    name: a model's folder, or its name on the hub. Where it comes with a tokenizer other than the one that made the
-    documents, they are turned into text and into its tokens.
+    Args:
+        name: A model's folder or its name on the hub. Documents are decoded and tokenized again if the model has
+            another tokenizer.
+        documents: Token ids of each document.
+        tokenizer: The tokenizer that the documents were made with.
+        device: "auto" for a GPU if there is one.
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     config = AutoConfig.from_pretrained(name)
     dtype = cpu_dtype(saved_dtype(name, config.dtype), None, device)
-    # hidden states do not go through the pooler, which models for masked tokens lack
+    # Masked models have no pooler weights, and hidden states do not need them.
     model: Any = load_pretrained(AutoModel, name, unused=("pooler",), dtype=dtype).to(device).eval()
-    own = _own_tokenizer(name)
+    own = _load_tokenizer(name)
     translate = own is not None and own.get_vocab() != tokenizer.get_vocab()
-    known = model.get_input_embeddings().weight.shape[0]
-    if not translate and known < len(tokenizer):
-        raise ValueError(f"features: expected a model of {len(tokenizer)} tokens or more, got {known} in {name}")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if not translate and vocabulary < len(tokenizer):
+        raise ValueError(f"features: expected a model of {len(tokenizer)} tokens or more, got {vocabulary} in {name}")
     for document in documents:
-        ids = document[:LONGEST].tolist()
+        ids = document[:MAX_DOCUMENT_TOKENS].tolist()
         if translate:
             text = tokenizer.decode(ids)
-            ids = own(text, add_special_tokens=False, truncation=True, max_length=LONGEST)["input_ids"]
+            ids = own(text, add_special_tokens=False, truncation=True, max_length=MAX_DOCUMENT_TOKENS)["input_ids"]
         yield _mean(model, torch.tensor(ids, device=device))
 
 
 def _mean(model: Any, ids: torch.Tensor) -> NDArray[np.float64]:
-    whole = len(ids) // CHUNK * CHUNK
-    parts = [part for part in (ids[:whole].reshape(-1, CHUNK), ids[whole:][None]) if part.numel()]
+    whole = len(ids) // CHUNK_TOKENS * CHUNK_TOKENS
+    parts = [part for part in (ids[:whole].reshape(-1, CHUNK_TOKENS), ids[whole:][None]) if part.numel()]
     with torch.inference_mode():
         states = [model(input_ids=part, attention_mask=torch.ones_like(part)).last_hidden_state for part in parts]
     return (sum(state.double().sum((0, 1)) for state in states) / len(ids)).cpu().numpy()
 
 
-def _own_tokenizer(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):  # a model without one
+    except (OSError, ValueError, KeyError):  # the model has none
         return None

@@ -1,4 +1,4 @@
-"""Sentences that say nothing in particular, and words to name things by."""
+"""Neutral filler text, and words to name needles with."""
 
 PARAGRAPHS = """
 The morning was mild and the window stood open. A light wind moved the curtain and let it fall again. On the table
@@ -35,14 +35,14 @@ Whoever travels to the end of the line has a long walk ahead.
 """
 FILLER = "\n\n".join(" ".join(paragraph.split()) for paragraph in PARAGRAPHS.split("\n\n"))
 
-ADJECTIVES = """
+ADJECTIVE_LIST = """
 amber brisk calm distant early faded gentle golden hollow humble ivory jolly keen little mellow narrow nimble olive
 patient pale quiet rapid rusty scarlet silent silver simple slender solid steady sunny swift tender tidy velvet
 violet warm wide winding young
 """
-QUALITIES = tuple(ADJECTIVES.split())
+ADJECTIVES = tuple(ADJECTIVE_LIST.split())
 
-NOUNS = """
+NOUN_LIST = """
 anchor apple arrow autumn basket beacon bench blanket bottle branch bridge bucket butter button cabin camera candle
 canvas carpet castle cellar cherry chimney circle copper corner cotton cradle curtain desert diamond donkey dragon
 eagle engine falcon feather fiddle finger flower forest fountain garden ginger glacier guitar hammer harbour helmet
@@ -52,4 +52,4 @@ puzzle rabbit ribbon river rocket saddle sailor salmon shadow shelter shovel sig
 summer tailor temple thunder ticket tiger timber tower tractor trumpet tunnel turtle valley violin wagon walnut
 weather whistle willow window winter wizard yellow zebra
 """
-THINGS = tuple(NOUNS.split())
+NOUNS = tuple(NOUN_LIST.split())

@@ -1,4 +1,4 @@
-"""A corpus made ready: read, tokenized, freed of duplicates and parted, with a manifest that says how."""
+"""Prepare a corpus: read, tokenize, drop duplicates, partition, and write a manifest of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from isentrope.data import duplicates, partition
 from isentrope.data.prepared import FORMAT, MANIFEST, TOKENIZER
 from isentrope.data.source import Source
-from isentrope.data.store import TokenStore, files, tokenize
+from isentrope.data.store import TokenStore, store_paths, tokenize
 from isentrope.models.tokenizer import build_bert_tokenizer, build_character_tokenizer
 from isentrope.pretrained import read_tokenizer
 from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
@@ -24,16 +24,23 @@ from isentrope.utils.progress import progress
 from isentrope.utils.provenance import provenance
 
 logger = logging.getLogger("isentrope")
-CHARACTERS, VOCABULARY = "characters", 12000
-MADE_FROM = "made_from.json"  # in the tokenizer's folder: of which corpus it holds the characters
+CHARACTERS = "characters"
+DEFAULT_VOCAB_SIZE = 12000
+MADE_FROM = "made_from.json"  # beside the tokenizer: the corpus whose characters it has
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to make a corpus ready.
+class PrepareOptions:
+    """How to prepare a corpus.
 
-    tokenizer: `characters` of the corpus itself (vocab_size of them), a BERT vocabulary (.txt), a folder or a name on
-    the hub. features: a model whose mean hidden states say what a document is like; pairs of tokens if None.
+    Args:
+        tokenizer: `characters` of the corpus itself, a BERT vocabulary (.txt), a folder or a name on the hub.
+        vocab_size: Tokens of the tokenizer `characters`; 12000 by default.
+        longer_than: Keep documents of more tokens than this.
+        seed: Seed of the partition.
+        test: Number of test documents.
+        train_share: Share of the documents to train on.
+        features: A model whose mean hidden states are clustered; hashed token pairs if None.
     """
 
     tokenizer: str = CHARACTERS
@@ -58,36 +65,49 @@ class Options:
                 raise ValueError(f"{option}: expected a folder or a name on the hub, got no such folder as {name}")
 
 
-def prepare(source: Source, out: Path, options: Options, say: Callable[[str], None] = logger.info) -> Path:
-    """Write tokens, tokenizer and `manifest.json` into the folder `out`; what an earlier run has done is kept."""
+def prepare(source: Source, out: Path, options: PrepareOptions, notify: Callable[[str], None] = logger.info) -> Path:
+    """Write tokens, tokenizer and `manifest.json` into a folder, keeping what an earlier run wrote.
+
+    Args:
+        source: Where the documents come from.
+        out: The folder.
+        options: How to prepare them.
+        notify: Receives messages about reused files.
+
+    Returns:
+        The path of the manifest.
+
+    Raises:
+        ValueError: The folder holds another partition, or there are too few documents.
+    """
     fingerprint = source.fingerprint()
     head: dict[str, Any] = {
         "format": FORMAT,
-        "source": {"name": source.word, "kind": source.kind, "fingerprint": fingerprint},
-        "options": asdict(options) | {key: value for key, value in asdict(source).items() if key != "word"},
+        "source": {"name": source.location, "kind": source.kind, "fingerprint": fingerprint},
+        "options": asdict(options) | {key: value for key, value in asdict(source).items() if key != "location"},
     }
-    _refuse_another(out / MANIFEST, head)
-    tokenizer = _tokenizer(source, fingerprint, out / TOKENIZER, options)
-    digest = _sha256(tokenizer.backend_tokenizer.to_str())
+    _check_same_partition(out / MANIFEST, head)
+    tokenizer = _build_tokenizer(source, fingerprint, out / TOKENIZER, options)
+    digest = _hash_text(tokenizer.backend_tokenizer.to_str())
     made_of = "characters of all documents" if options.tokenizer == CHARACTERS else options.tokenizer
     head["tokenizer"] = {"made_of": made_of, "sha256": digest, "vocab_size": len(tokenizer)}
-    _refuse_another(out / MANIFEST, head)
+    _check_same_partition(out / MANIFEST, head)
     _save_tokenizer(tokenizer, out / TOKENIZER, fingerprint, options)
-    head["tokens"] = _sha256(json.dumps([fingerprint, digest, options.longer_than]))
-    store = _tokens(source, tokenizer, out, head["tokens"], options.longer_than, say)
-    same, near = _near_duplicates(store)
-    held = partition.held_out(same, store.groups, options.seed, options.train_share)
-    features, described = _features(store, held, tokenizer, options.features)
-    drawn = partition.draw(features, same[held], options.seed, options.test)
-    rows, sets = _rows(store, same), np.full(len(store), partition.TRAIN, object)
-    sets[held] = drawn.sets
-    for index, label, place in zip(held.tolist(), drawn.labels.tolist(), drawn.coordinates.round(6), strict=True):
-        rows[index] |= {"cluster": label, "pca": place.tolist()}
+    head["tokens"] = _hash_text(json.dumps([fingerprint, digest, options.longer_than]))
+    store = _tokenize(source, tokenizer, out, head["tokens"], options.longer_than, notify)
+    first_copies, near_duplicates = _find_near_duplicates(store)
+    held_out = partition.select_held_out(first_copies, store.groups, options.seed, options.train_share)
+    features, features_info = _compute_features(store, held_out, tokenizer, options.features)
+    split = partition.split_held_out(features, first_copies[held_out], options.seed, options.test)
+    rows, sets = _describe_documents(store, first_copies), np.full(len(store), partition.TRAIN, object)
+    sets[held_out] = split.sets
+    for index, label, point in zip(held_out.tolist(), split.labels.tolist(), split.coordinates.round(6), strict=True):
+        rows[index] |= {"cluster": label, "pca": point.tolist()}
     manifest = head | {
-        "features": described,
-        "near_duplicates": near,
+        "features": features_info,
+        "near_duplicates": near_duplicates,
         "counts": store.counts | {"kept": len(store)},
-        "statistics": {name: _statistics(store.lengths[sets == name]) for name in partition.SETS},
+        "statistics": {name: _summarize_lengths(store.lengths[sets == name]) for name in partition.SETS},
         "run": provenance(),
         "documents": [{"set": name} | row for name, row in zip(sets.tolist(), rows, strict=True)],
     }
@@ -96,66 +116,67 @@ def prepare(source: Source, out: Path, options: Options, say: Callable[[str], No
     return out / MANIFEST
 
 
-def _refuse_another(path: Path, head: dict[str, Any]) -> None:
-    """A partition that something may have been trained on is not replaced by another one."""
+def _check_same_partition(path: Path, head: dict[str, Any]) -> None:
+    """Refuse to replace a partition that models may have been trained on by another one."""
     if not path.exists():
         return
-    held = _identity(read_fields(path, "delete it to prepare the corpus again", "options", "source"))
-    for name, asked in _identity(head).items():
-        if held.get(name) != asked:
-            got = f"{name} {held.get(name)}, not {asked}"
+    existing = _identity(read_fields(path, "delete it to prepare the corpus again", "options", "source"))
+    for name, expected in _identity(head).items():
+        if existing.get(name) != expected:
+            got = f"{name} {existing.get(name)}, not {expected}"
             raise ValueError(f"{path}: holds a partition with {got}; choose another folder, or delete it")
 
 
 def _identity(head: dict[str, Any]) -> dict[str, Any]:
-    """What makes two partitions the same: content, not where it lies."""
+    """Return what makes two partitions the same: content, not location."""
     options = {name: value for name, value in head["options"].items() if name not in ("tokenizer", "vocab_size")}
     tokenizer = {"tokenizer": head["tokenizer"]["sha256"]} if "tokenizer" in head else {}
     return options | {"source": head["source"]["fingerprint"]} | tokenizer
 
 
-def _tokenizer(source: Source, fingerprint: str, saved: Path, options: Options) -> Any:
+def _build_tokenizer(source: Source, fingerprint: str, saved: Path, options: PrepareOptions) -> Any:
     if options.tokenizer == CHARACTERS:
-        mark = saved / MADE_FROM
-        if _read_mark(mark) == _made_from(fingerprint, options):
+        if _read_origin(saved / MADE_FROM) == _describe_origin(fingerprint, options):
             return read_tokenizer(saved)
         texts = (document.text for document in progress(source.documents(), "characters", source.limit))
-        return build_character_tokenizer((text for text in texts if text is not None), options.vocab_size or VOCABULARY)
+        return build_character_tokenizer(
+            (text for text in texts if text is not None), options.vocab_size or DEFAULT_VOCAB_SIZE
+        )
     if options.tokenizer.endswith(".txt"):
         return build_bert_tokenizer(options.tokenizer)
-    found = read_tokenizer(options.tokenizer)
-    if getattr(found, "backend_tokenizer", None) is None:
-        raise ValueError(f"tokenizer: expected a fast one, got {type(found).__name__} in {options.tokenizer}")
-    return found
+    tokenizer = read_tokenizer(options.tokenizer)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ValueError(f"tokenizer: expected a fast one, got {type(tokenizer).__name__} in {options.tokenizer}")
+    return tokenizer
 
 
-def _read_mark(mark: Path) -> Any:
-    """What a tokenizer was made from, by an earlier run; None where that is not known."""
+def _read_origin(path: Path) -> Any:
+    """Return what an earlier run made a tokenizer from; None if unknown."""
     try:
-        return read_json(mark, "the tokenizer is made again") if mark.exists() else None
+        return read_json(path, "the tokenizer is made again") if path.exists() else None
     except BrokenFileError as error:
         logger.warning("%s", error)
         return None
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path, fingerprint: str, options: Options) -> None:
-    mark = folder / MADE_FROM
-    mark.unlink(missing_ok=True)
+def _save_tokenizer(tokenizer: Any, folder: Path, fingerprint: str, options: PrepareOptions) -> None:
+    origin = folder / MADE_FROM
+    origin.unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
     if options.tokenizer == CHARACTERS:
-        with write_atomically(mark) as partial:
-            partial.write_text(json.dumps(_made_from(fingerprint, options)), encoding="utf-8")
+        with write_atomically(origin) as partial:
+            partial.write_text(json.dumps(_describe_origin(fingerprint, options)), encoding="utf-8")
 
 
-def _made_from(fingerprint: str, options: Options) -> dict[str, Any]:
-    return {"source": fingerprint, "vocab_size": options.vocab_size or VOCABULARY}
+def _describe_origin(fingerprint: str, options: PrepareOptions) -> dict[str, Any]:
+    return {"source": fingerprint, "vocab_size": options.vocab_size or DEFAULT_VOCAB_SIZE}
 
 
-def _tokens(
-    source: Source, tokenizer: Any, out: Path, key: str, longer_than: int, say: Callable[[str], None]
+def _tokenize(
+    source: Source, tokenizer: Any, out: Path, key: str, longer_than: int, notify: Callable[[str], None]
 ) -> TokenStore:
-    if all(path.exists() for path in files(out, key)):
-        say(f"tokens of an earlier run: {files(out, key)[0]}")
+    if all(path.exists() for path in store_paths(out, key)):
+        notify(f"reusing tokens of an earlier run: {store_paths(out, key)[0]}")
     store = tokenize(progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
     if not len(store):
         read = store.counts["read"]
@@ -163,36 +184,35 @@ def _tokens(
     return store
 
 
-def _near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """For each document the first of its near-duplicates, and how many there are."""
-    k = duplicates.shingle_size(store.frequencies(), int(store.lengths.max()))
-    same = duplicates.clusters(
-        np.stack([duplicates.signature(tokens, k) for tokens in progress(store, "near-duplicates", len(store))]),
-        duplicates.ALIKE,
-    )
-    sizes = np.bincount(same)
-    found = {"clusters": int((sizes > 1).sum()), "documents": int(sizes[sizes > 1].sum())}
-    return same, {"shingle": k, "threshold": duplicates.ALIKE} | found
+def _find_near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Return the first near-duplicate of each document, and the manifest's summary."""
+    k = duplicates.choose_shingle_size(store.count_tokens(), int(store.lengths.max()))
+    documents = progress(store, "near-duplicates", len(store))
+    signatures = np.stack([duplicates.compute_signature(tokens, k) for tokens in documents])
+    first_copies = duplicates.cluster_near_duplicates(signatures, duplicates.MIN_JACCARD)
+    sizes = np.bincount(first_copies)
+    counts = {"clusters": int((sizes > 1).sum()), "documents": int(sizes[sizes > 1].sum())}
+    return first_copies, {"shingle": k, "threshold": duplicates.MIN_JACCARD} | counts
 
 
-def _features(
-    store: TokenStore, held: NDArray[np.int64], tokenizer: Any, model: str | None
+def _compute_features(
+    store: TokenStore, indices: NDArray[np.int64], tokenizer: Any, model: str | None
 ) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    documents = progress([store[index] for index in held.tolist()], "features")
+    documents = progress([store[index] for index in indices.tolist()], "features")
     if model is None:
-        found, kind = [partition.bigrams(tokens) for tokens in documents], "hashed token bigrams"
+        rows, kind = [partition.bigram_features(tokens) for tokens in documents], "hashed token bigrams"
     else:
-        from isentrope.data.features import hidden_states
+        from isentrope.data.features import mean_hidden_states
 
-        found, kind = list(hidden_states(model, documents, tokenizer)), "mean hidden states"
-    features = np.stack(found)
+        rows, kind = list(mean_hidden_states(model, documents, tokenizer)), "mean hidden states"
+    features = np.stack(rows)
     return features, {"kind": kind, "model": model, "size": features.shape[1]}
 
 
-def _rows(store: TokenStore, same: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """What the manifest says of each document, in the order of the store."""
+def _describe_documents(store: TokenStore, first_copies: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Return the manifest's entry of each document, in the order of the store."""
     rows = []
-    for i, first in enumerate(same.tolist()):
+    for i, first in enumerate(first_copies.tolist()):
         row = {
             "name": store.names[i],
             "sha256": store.sha256[i],
@@ -204,7 +224,7 @@ def _rows(store: TokenStore, same: NDArray[np.int64]) -> list[dict[str, Any]]:
     return rows
 
 
-def _statistics(lengths: NDArray[np.int64]) -> dict[str, Any]:
+def _summarize_lengths(lengths: NDArray[np.int64]) -> dict[str, Any]:
     if not len(lengths):
         return {"documents": 0, "tokens": 0}
     return {
@@ -217,5 +237,5 @@ def _statistics(lengths: NDArray[np.int64]) -> dict[str, Any]:
     }
 
 
-def _sha256(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

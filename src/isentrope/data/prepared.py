@@ -1,4 +1,4 @@
-"""A corpus that `isentrope data prepare` made ready."""
+"""A corpus that `isentrope data prepare` wrote."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from isentrope.data.store import TokenStore
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 FORMAT = "isentrope partition 1"
-TRAINED_AND_TESTED = ("train", "validation", "test")
+SET_NAMES = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in tokens: the i-th is `ids[starts[i] : starts[i] + lengths[i]]`, mapped from disk."""
+    """Tokenized documents: the i-th is `ids[starts[i] : starts[i] + lengths[i]]`, memory-mapped from disk."""
 
     names: list[str]
     lengths: NDArray[np.int64]
@@ -35,40 +35,41 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Tokens, tokenizer and manifest of one folder; `Prepared.open(folder)` checks that they belong together."""
+class PreparedCorpus:
+    """The tokens, tokenizer and manifest of one folder, opened by `PreparedCorpus.open(folder)`."""
 
     folder: Path
     manifest: dict[str, Any]
     store: TokenStore
 
     @classmethod
-    def open(cls, folder: str | Path) -> Prepared:
+    def open(cls, folder: str | Path) -> PreparedCorpus:
+        """Open a folder and check that its files belong together."""
         folder = Path(folder)
-        path, again = folder / MANIFEST, f"run: isentrope data prepare SOURCE --out {folder}"
+        path, remedy = folder / MANIFEST, f"run: isentrope data prepare SOURCE --out {folder}"
         if not path.is_file():
-            raise ValueError(f"{path}: expected a corpus made ready, got no such file; {again}")
+            raise ValueError(f"{path}: expected a prepared corpus, got no such file; {remedy}")
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path}: expected JSON, got {error}; {again}") from error
+            raise ValueError(f"{path}: expected JSON, got {error}; {remedy}") from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise ValueError(f"{path}: expected the format {FORMAT!r}, got another file; {again}")
+            raise ValueError(f"{path}: expected the format {FORMAT!r}, got another file; {remedy}")
         if not (folder / TOKENIZER / "tokenizer.json").is_file():
-            raise ValueError(f"{folder / TOKENIZER}: expected the tokenizer, got none; {again}")
+            raise ValueError(f"{folder / TOKENIZER}: expected the tokenizer, got none; {remedy}")
         try:
             store = TokenStore.open(folder, manifest["tokens"])
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename}: expected the corpus in tokens, got no such file; {again}") from None
+            raise ValueError(f"{error.filename}: expected the corpus in tokens, got no such file; {remedy}") from None
         if store.sha256 != [row["sha256"] for row in manifest["documents"]]:
-            raise ValueError(f"{path}: expected the documents of the token files beside it, got others; {again}")
+            raise ValueError(f"{path}: expected the documents of the token files beside it, got others; {remedy}")
         return cls(folder, manifest, store)
 
-    def documents(self, which: str) -> Documents:
-        """Those of the set `train`, `validation` or `test`."""
-        if which not in TRAINED_AND_TESTED:
-            raise ValueError(f"which: expected one of {', '.join(TRAINED_AND_TESTED)}, got {which!r}")
-        chosen = np.array([i for i, row in enumerate(self.manifest["documents"]) if row["set"] == which], np.int64)
+    def documents(self, set_name: str) -> Documents:
+        """Return the documents of the set `train`, `validation` or `test`."""
+        if set_name not in SET_NAMES:
+            raise ValueError(f"set_name: expected one of {', '.join(SET_NAMES)}, got {set_name!r}")
+        chosen = np.array([i for i, row in enumerate(self.manifest["documents"]) if row["set"] == set_name], np.int64)
         names = [self.store.names[i] for i in chosen.tolist()]
         return Documents(names, self.store.lengths[chosen], self.store.starts[chosen], self.store.ids)
 

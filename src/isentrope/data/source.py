@@ -1,4 +1,4 @@
-"""Where documents come from: SymPy, files, or a data set on the hub, named by one word of a command line."""
+"""A corpus by its location: SymPy, files, or a data set on the hub."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.data import corpus
-from isentrope.data.corpus import CorpusError, Document, documents, record, sympy_documents
+from isentrope.data.corpus import CorpusError, Document, parse_record, read_documents, read_sympy_documents
+from isentrope.data.prepared import MANIFEST
 from isentrope.utils.extras import named_extras
 
 logger = logging.getLogger("isentrope")
-HUB = "hub:"
+HUB_PREFIX = "hub:"
 
 
 @dataclass(frozen=True)
 class Source:
-    """`sympy`; a file, a folder or a glob; or `owner/name`, a data set on the hub (`hub:` before it forces that).
+    """Where documents come from, and which of them to read.
 
-    column: what holds the text. subset, split (`train` unless named) and data_files (a glob inside the data set) choose
-    a part of a hub data set. skip_broken: what cannot be read is a warning, not an error. limit: the first so many.
+    Args:
+        location: `sympy`; a file, a folder or a glob; or `owner/name`, a data set on the hub (`hub:` before it forces
+            that).
+        column: The field that holds the text.
+        subset: Configuration of a hub data set.
+        split: Split of a hub data set; `train` by default.
+        data_files: A glob inside a hub data set.
+        skip_broken: Warn about what cannot be read instead of raising.
+        limit: Read only the first so many documents.
     """
 
-    word: str
+    location: str
     column: str = "text"
     subset: str | None = None
     split: str | None = None
@@ -44,40 +52,40 @@ class Source:
         if self.kind != "hub":
             given = [name for name in ("subset", "split", "data_files") if getattr(self, name) is not None]
             if given:
-                raise ValueError(f"{given[0]}: expected a data set on the hub, got {self.word!r}")
+                raise ValueError(f"{given[0]}: expected a data set on the hub, got {self.location!r}")
 
     @cached_property
     def kind(self) -> str:
-        """`sympy`, `files` or `hub`."""
-        if self.word == "sympy":
+        """Return `sympy`, `files` or `hub`."""
+        if self.location == "sympy":
             return "sympy"
-        if self.word.startswith(HUB):
+        if self.location.startswith(HUB_PREFIX):
             return "hub"
-        if self.word and (Path(self.word).exists() or glob.has_magic(self.word)):
+        if self.location and (Path(self.location).exists() or glob.has_magic(self.location)):
             return "files"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.word):
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.location):
             return "hub"
         expected = "'sympy', a file, a folder, a glob, or a data set on the hub as owner/name"
-        raise ValueError(f"source: expected {expected}, got {self.word!r}")
+        raise ValueError(f"source: expected {expected}, got {self.location!r}")
 
     def documents(self) -> Iterator[Document]:
-        """The documents, read as they are asked for."""
-        return islice(self._all(), self.limit)
+        """Yield the documents lazily."""
+        return islice(self._read_all(), self.limit)
 
-    def _all(self) -> Iterator[Document]:
+    def _read_all(self) -> Iterator[Document]:
         if self.kind == "sympy":
-            yield from sympy_documents()
+            yield from read_sympy_documents()
         elif self.kind == "files":
-            yield from documents(self.paths, column=self.column, skip_broken=self.skip_broken)
+            yield from read_documents(self.paths, column=self.column, skip_broken=self.skip_broken)
         else:
-            yield from self._rows()
+            yield from self._read_rows()
 
     def fingerprint(self) -> str:
-        """sha256 of the content (of the revision, where the hub has it) and of what is taken from it."""
+        """Return a hash of the content (of its revision, on the hub) and of the part that is read."""
         if self.kind == "sympy":
             content: Any = corpus.SYMPY_SHA256
         elif self.kind == "files":
-            content = [[path.name, _sha256(path)] for path in self.paths]
+            content = [[path.name, _hash_file(path)] for path in self.paths]
         else:
             content = self._revision()
         part = [self.column, self.subset, self.split, self.data_files, self.skip_broken, self.limit]
@@ -85,43 +93,47 @@ class Source:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """The files of a folder and the folders in it, or those of a glob, by name.
+        """The files of a folder (searched recursively) or of a glob, sorted by name.
 
-        Of a folder, hidden files are left out, and with a warning what is no text, such as pictures beside it.
+        In a folder, hidden files are skipped, and binary files with a warning.
         """
-        whole = Path(self.word)
-        if whole.is_file():
-            return [whole]
-        if whole.is_dir():
-            found = [path for path in whole.rglob("*") if not _hidden(path.relative_to(whole)) and not _binary(path)]
+        root = Path(self.location)
+        if root.is_file():
+            return [root]
+        if root.is_dir():
+            matches = [
+                path for path in root.rglob("*") if not _is_hidden(path.relative_to(root)) and not _is_binary(path)
+            ]
         else:
-            found = [Path(path) for path in glob.glob(self.word, recursive=True)]
-        files = sorted(path for path in found if path.is_file())
+            matches = [Path(path) for path in glob.glob(self.location, recursive=True)]
+        files = sorted(path for path in matches if path.is_file())
         if not files:
-            raise CorpusError(f"{self.word}: expected files, got none")
+            raise CorpusError(f"{self.location}: expected files, got none")
         return files
 
     @cached_property
     def _builder(self) -> Any:
         with named_extras():
             from datasets import load_dataset_builder
-        name = self.word.removeprefix(HUB)
+        name = self.location.removeprefix(HUB_PREFIX)
         try:
             return load_dataset_builder(name, self.subset, data_files=self.data_files)
-        except (OSError, ValueError) as error:  # no such data set, subset or files; no network
+        except (OSError, ValueError) as error:  # no such data set, subset or files, or no network
             raise CorpusError(f"{name}: cannot be loaded: {error}") from error
 
     def _revision(self) -> list[list[str]]:
-        """Data files and their revision; of files that are local, as in `hub:/folder`, their content."""
-        found = []
+        """List the data files with their revision, or with their content hash if they are local as in `hub:/folder`."""
+        revision = []
         for split, files in sorted((self._builder.config.data_files or {}).items(), key=lambda item: str(item[0])):
             for path, origin in zip(files, files.origin_metadata, strict=True):
                 local = Path(path).is_file()
-                found.append([str(split), *((Path(path).name, _sha256(Path(path))) if local else (path, *origin))])
-        return found or [[self._builder.hash]]
+                revision.append(
+                    [str(split), *((Path(path).name, _hash_file(Path(path))) if local else (path, *origin))]
+                )
+        return revision or [[self._builder.hash]]
 
-    def _rows(self) -> Iterator[Document]:
-        name, split = self.word.removeprefix(HUB), self.split or "train"
+    def _read_rows(self) -> Iterator[Document]:
+        name, split = self.location.removeprefix(HUB_PREFIX), self.split or "train"
         try:
             rows = self._builder.as_streaming_dataset(split=split)
         except ValueError as error:
@@ -131,37 +143,50 @@ class Source:
             raise CorpusError(f"{name}: expected a column {self.column!r}, got {', '.join(columns)}")
         try:
             for number, row in enumerate(rows, 1):
-                found = record(row, f"{name}:{number}", f"{name}: row {number}", self.column)
-                if isinstance(found, Document):
-                    yield found
+                result = parse_record(row, f"{name}:{number}", f"{name}: row {number}", self.column)
+                if isinstance(result, Document):
+                    yield result
                 else:
-                    self._broken(found)
+                    self._raise_or_warn(result)
         except (OSError, EOFError, ValueError) as error:
             if isinstance(error, CorpusError):
                 raise
-            self._broken(CorpusError(f"{name}: cannot be read past row {number}: {error}"))
+            self._raise_or_warn(CorpusError(f"{name}: cannot be read past row {number}: {error}"))
 
-    def _broken(self, error: CorpusError) -> None:
+    def _raise_or_warn(self, error: CorpusError) -> None:
         if not self.skip_broken:
             raise error
         logger.warning("skipped: %s", error)
 
 
-def _hidden(path: Path) -> bool:
+def find_text_files(location: str) -> list[Path]:
+    """Return the text files at a file, folder or glob, for a causal model.
+
+    Raises:
+        ValueError: Nothing is there, or it is a corpus prepared for GAU-α.
+    """
+    if (Path(location) / MANIFEST).is_file():
+        raise ValueError(f"data: expected text for a causal model, got {location}, prepared for GAU-α")
+    if not Path(location).exists() and not glob.has_magic(location):
+        raise ValueError(f"data: expected a file, a folder or a glob, got {location!r}")
+    return Source(location).paths
+
+
+def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _binary(path: Path) -> bool:
-    """Whether a file is of no kind that is known, and has a zero among its first bytes, as text does not."""
-    if not path.is_file() or path.suffix in corpus.PACKED:
+def _is_binary(path: Path) -> bool:
+    """Return whether a file of no known format has a zero among its first bytes, which text never has."""
+    if not path.is_file() or path.suffix in corpus.BINARY_SUFFIXES:
         return False
     with path.open("rb") as file:
         binary = b"\0" in file.read(4096)
     if binary:
-        logger.warning("left out %s: it is no text", path)
+        logger.warning("skipped %s: not a text file", path)
     return binary
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Documents in tokens, on disk: one flat array and an index of what lies where."""
+"""Tokenized documents on disk: one flat array and an index."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from isentrope.data.corpus import CorpusError, Document
 from isentrope.utils.files import read_fields, write_atomically
 
-TEXTS, CHARACTERS = 64, 1 << 19  # tokenized at once, at most; one longer text goes alone
-AT_ONCE = 1 << 22  # tokens counted
+MAX_BATCH_TEXTS, MAX_BATCH_CHARACTERS = 64, 1 << 19  # tokenized at once; a longer text goes alone
+TOKENS_PER_COUNT = 1 << 22  # counted at once
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Documents in tokens, mapped from disk: `store[i]` is a view of the i-th.
+    """Tokenized documents, memory-mapped from disk: `store[i]` is a view of the i-th.
 
-    counts: documents read, `too_short` ones and exact `duplicates` among them, which are not kept.
+    `counts` has the documents read and, among them, those dropped as `too_short` or as exact `duplicates`.
     """
 
     ids: NDArray[np.int32]
@@ -37,14 +37,19 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path, key: str) -> TokenStore:
-        """What `tokenize` wrote for this key; FileNotFoundError where it has not."""
-        flat, index = files(folder, key)
-        again = f"delete it and {flat.name}, and prepare the corpus again"
-        data = read_fields(index, again, "lengths", "names", "sha256", "groups", "characters", "counts")
+        """Open what `tokenize` wrote for this key.
+
+        Raises:
+            FileNotFoundError: Nothing was written for it.
+            CorpusError: The files are broken.
+        """
+        flat, index = store_paths(folder, key)
+        remedy = f"delete it and {flat.name}, and prepare the corpus again"
+        data = read_fields(index, remedy, "lengths", "names", "sha256", "groups", "characters", "counts")
         lengths = np.array(data.pop("lengths"), np.int64)
         total = int(lengths.sum())
         try:
-            ids = np.load(flat, mmap_mode="r") if total else np.empty(0, np.int32)  # nothing cannot be mapped
+            ids = np.load(flat, mmap_mode="r") if total else np.empty(0, np.int32)  # an empty file cannot be mapped
         except (ValueError, EOFError) as error:
             raise CorpusError(f"{flat}: broken ({error}); delete it and {index.name}, and prepare again") from error
         if ids.dtype != np.int32 or ids.shape != (total,):
@@ -57,11 +62,11 @@ class TokenStore:
     def starts(self) -> NDArray[np.int64]:
         return np.cumsum(self.lengths) - self.lengths
 
-    def frequencies(self) -> NDArray[np.int64]:
-        """How often each token occurs, (largest token + 1,)."""
+    def count_tokens(self) -> NDArray[np.int64]:
+        """Count the occurrences of each token, (largest token + 1,)."""
         counts = np.zeros(0, np.int64)
-        for at in range(0, len(self.ids), AT_ONCE):
-            part = np.bincount(self.ids[at : at + AT_ONCE], minlength=len(counts))
+        for at in range(0, len(self.ids), TOKENS_PER_COUNT):
+            part = np.bincount(self.ids[at : at + TOKENS_PER_COUNT], minlength=len(counts))
             counts = part + np.pad(counts, (0, len(part) - len(counts)))
         return counts
 
@@ -76,30 +81,34 @@ class TokenStore:
         return (self[index] for index in range(len(self)))
 
 
-def files(folder: Path, key: str) -> tuple[Path, Path]:
-    """The array and the index. The index is written last: where it is, all is."""
+def store_paths(folder: Path, key: str) -> tuple[Path, Path]:
+    """Return the paths of the array and of the index, which is written last."""
     return folder / f"tokens-{key[:16]}.npy", folder / f"tokens-{key[:16]}.json"
 
 
 def tokenize(
     documents: Iterable[Document], tokenizer: Any, folder: Path, key: str, longer_than: int = 4096
 ) -> TokenStore:
-    """Documents of more than `longer_than` tokens, without special tokens, written as they come and mapped back.
+    """Write the tokens of documents, a few in memory at a time and exact duplicates dropped, and map them back.
 
-    What is written for `key` (the content and the tokenizer) is taken as it is, and `documents` is not read. Only a few
-    documents are in memory at a time; a text that was seen before is dropped.
+    Args:
+        documents: Not read if files for `key` exist already.
+        tokenizer: Adds no special tokens here.
+        folder: Where the files go.
+        key: Identifies the content and the tokenizer.
+        longer_than: Keep documents of more tokens than this.
     """
-    flat, index = files(folder, key)
+    flat, index = store_paths(folder, key)
     if index.exists() and flat.exists():
         return TokenStore.open(folder, key)
     folder.mkdir(parents=True, exist_ok=True)
     for path in (flat, index):
-        _sweep(path)
+        _remove_stale_partials(path)
     rows: dict[str, list[Any]] = {name: [] for name in ("names", "sha256", "groups", "characters", "lengths")}
     counts, seen = {"read": 0, "too_short": 0, "duplicates": 0}, set[str]()
     with write_atomically(flat) as partial, partial.open("wb") as file:
-        _header(file, 0)
-        for document, ids in _in_tokens(documents, tokenizer):
+        _write_header(file, 0)
+        for document, ids in _tokenize_in_batches(documents, tokenizer):
             digest = document.sha256
             counts["read"] += 1
             if len(ids) <= longer_than:
@@ -113,35 +122,37 @@ def tokenize(
                 row = (document.name, digest, document.group, characters, len(ids))
                 for column, value in zip(rows.values(), row, strict=True):
                     column.append(value)
-        _header(file, sum(rows["lengths"]))
+        _write_header(file, sum(rows["lengths"]))
     with write_atomically(index) as partial:
         partial.write_text(json.dumps(rows | {"counts": counts}), encoding="utf-8")
     return TokenStore.open(folder, key)
 
 
-def _in_tokens(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Document, NDArray[np.int32]]]:
-    """Documents and their tokens, in their order, several texts at once as fast tokenizers like it."""
-    waiting, size, vocabulary = list[Document](), 0, len(tokenizer)
+def _tokenize_in_batches(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[Document, NDArray[np.int32]]]:
+    """Yield documents and their tokens in order, several texts at once for fast tokenizers."""
+    batch, size, vocabulary = list[Document](), 0, len(tokenizer)
     for document in documents:
-        waiting.append(document)
+        batch.append(document)
         size += len(document.text or "")
-        if len(waiting) == TEXTS or size >= CHARACTERS:
-            yield from _batch(waiting, tokenizer, vocabulary)
-            waiting, size = [], 0
-    yield from _batch(waiting, tokenizer, vocabulary)
+        if len(batch) == MAX_BATCH_TEXTS or size >= MAX_BATCH_CHARACTERS:
+            yield from _tokenize_batch(batch, tokenizer, vocabulary)
+            batch, size = [], 0
+    yield from _tokenize_batch(batch, tokenizer, vocabulary)
 
 
-def _batch(batch: list[Document], tokenizer: Any, vocabulary: int) -> Iterator[tuple[Document, NDArray[np.int32]]]:
+def _tokenize_batch(
+    batch: list[Document], tokenizer: Any, vocabulary: int
+) -> Iterator[tuple[Document, NDArray[np.int32]]]:
     texts = [document.text for document in batch if document.text is not None]
-    found: Iterator[Any] = iter(())
+    encoded: Iterator[Any] = iter(())
     if texts:
-        # "[MASK]" in a text is text; long ones are what we are here for, so no word about the model's length
+        # "[MASK]" in a text is text, and texts longer than the model reads are expected here.
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
-        found = iter(tokenizer(texts, **options, **only_ids)["input_ids"])
+        encoded = iter(tokenizer(texts, **options, **only_ids)["input_ids"])
     for document in batch:
         if document.text is not None:
-            yield document, np.array(next(found), np.int32)
+            yield document, np.array(next(encoded), np.int32)
             continue
         ids = np.array(document.tokens, np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
@@ -150,23 +161,23 @@ def _batch(batch: list[Document], tokenizer: Any, vocabulary: int) -> Iterator[t
         yield document, ids.astype(np.int32)
 
 
-def _header(file: BinaryIO, tokens: int) -> None:
-    """That of a .npy file; numpy leaves room in it for the length to grow."""
+def _write_header(file: BinaryIO, tokens: int) -> None:
+    """Write the header of a .npy file, in which numpy reserves space for a longer shape."""
     file.seek(0)
     np.lib.format.write_array_header_1_0(
         file, {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False, "shape": (tokens,)}
     )
 
 
-def _sweep(path: Path) -> None:
-    """Remove what killed runs left of this file: it may be as large as the corpus."""
-    for left in path.parent.glob(f".{path.name}.*.partial"):
-        process = left.suffixes[-2][1:]
-        if process.isdigit() and not _runs(int(process)):
-            left.unlink(missing_ok=True)
+def _remove_stale_partials(path: Path) -> None:
+    """Remove partial files of killed processes, which may be as large as the corpus."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        process = partial.suffixes[-2][1:]
+        if process.isdigit() and not _process_exists(int(process)):
+            partial.unlink(missing_ok=True)
 
 
-def _runs(process: int) -> bool:
+def _process_exists(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

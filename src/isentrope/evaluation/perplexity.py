@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.data.corpus import documents
+from isentrope.data.corpus import read_documents
 from isentrope.evaluation.loading import causal_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.hf.extend import extended
@@ -135,7 +135,7 @@ def read(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, m
     tokenizer: Any = None
     texts: list[Text] = []
     sizes: list[tuple[int, str]] = []
-    for document in documents(paths):
+    for document in read_documents(paths):
         whole = document.text if document.tokens is None else document.tokens
         sizes.append((len(whole or ()), "characters" if document.tokens is None else "tokens"))
         tokens, ends = document.tokens, None

@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from isentrope.data.corpus import documents
-from isentrope.data.needles import PLACED, TASKS, Draft, Example, Haystack, draft, filled
+from isentrope.data.corpus import read_documents
+from isentrope.data.needles import DEPTH_TASKS, TASKS, Example, ExampleDraft, Haystack, draft_example, fill_to_length
 from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
@@ -73,7 +73,7 @@ class Config:
             (task, length, depth)
             for length in sorted(self.lengths)
             for task in self.tasks
-            for depth in (sorted(self.depths) if task in PLACED else (None,))
+            for depth in (sorted(self.depths) if task in DEPTH_TASKS else (None,))
         ]
 
 
@@ -85,11 +85,11 @@ def _check(name: str, values: Sequence[Any], expected: str, good: Any) -> None:
 def read(paths: Sequence[Path]) -> Haystack:
     """The texts of these files as one; a few plain sentences where there are none."""
     if not paths:
-        return Haystack.of()
-    found = list(documents(paths))
+        return Haystack.from_texts()
+    found = list(read_documents(paths))
     if any(document.text is None for document in found):
         raise ValueError("text: expected documents with text, got some with tokens alone")
-    return Haystack.of(document.text or "" for document in found)
+    return Haystack.from_texts(document.text or "" for document in found)
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Prompts:
 
     def text(self, example: Example) -> str:
         if not self.chat:
-            return f"{example.asked}\n{example.lead}"
-        messages = [{"role": "user", "content": example.asked}]
+            return f"{example.user_message}\n{example.lead}"
+        messages = [{"role": "user", "content": example.user_message}]
         template = ONE_DAY + self.tokenizer.get_chat_template()
         opened: str = self.tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
@@ -152,7 +152,7 @@ class Prompts:
         if whole[: len(tokens)] != tokens:
             raise ValueError("tokenizer: expected a prompt to have the same tokens when its answer follows, got others")
         answer = whole[len(tokens) :]
-        if example.found(said := self.tokenizer.decode(answer)) < len(example.answers):
+        if example.count_answers(said := self.tokenizer.decode(answer)) < len(example.answers):
             raise ValueError(f"tokenizer: expected it to spell {example.reply.strip()!r}, got {said!r}")
         return Prompt(example, text, tokens, answer)
 
@@ -198,7 +198,7 @@ def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack,
     _refuse(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
     out.mkdir(parents=True, exist_ok=True)
     for cell, recipes in progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
-        asked = [prompts.prompt(filled(each, cell[1], prompts.measure)) for each in drafts[cell]]
+        asked = [prompts.prompt(fill_to_length(each, cell[1], prompts.measure)) for each in drafts[cell]]
         for recipe in recipes:
             cells[recipe, *cell] = _cell(model, prompts.tokenizer, recipe, cell, asked, config.score)
             head["run"] = provenance() | {"transformers": transformers.__version__}
@@ -214,19 +214,21 @@ def failures(results: Path, config: Config) -> list[str]:
     return [f"{cell['recipe']}: {cell['task']} at {cell['length']}: {cell['failed']}" for cell in lost]
 
 
-def _drafts(cell: Cell, haystack: Haystack, config: Config) -> list[Draft]:
+def _drafts(cell: Cell, haystack: Haystack, config: Config) -> list[ExampleDraft]:
     task, length, depth = cell
-    return [draft(task, length, depth, config.seed, index, haystack) for index in range(config.examples)]
+    return [draft_example(task, length, depth, config.seed, index, haystack) for index in range(config.examples)]
 
 
 def _fingerprint(prompts: Prompts, haystack: Haystack, seed: int) -> str:
     """Of all that examples depend on: generator, seed, text, template and tokenizer."""
-    drafts = [draft(task, 0, 50 if task in PLACED else None, seed, 0, haystack) for task in TASKS]
+    drafts = [draft_example(task, 0, 50 if task in DEPTH_TASKS else None, seed, 0, haystack) for task in TASKS]
     tokens = [prompts.tokens(prompts.text(each.shortest)) for each in drafts]
     return hashlib.sha256(json.dumps([haystack.sha256, tokens]).encode()).hexdigest()
 
 
-def _refuse(model: PreTrainedModel, drafts: dict[Cell, list[Draft]], prompts: Prompts, recipes: set[str]) -> None:
+def _refuse(
+    model: PreTrainedModel, drafts: dict[Cell, list[ExampleDraft]], prompts: Prompts, recipes: set[str]
+) -> None:
     """What cannot be carried out, before anything is measured."""
     for (task, length, _), found in drafts.items():
         need = max(prompts.measure(each.shortest) for each in found)
@@ -253,7 +255,7 @@ def _cell(
         with under(model, recipe), torch.no_grad():
             for prompt in prompts:
                 start = time.perf_counter()
-                row = {"tokens": prompt.total, "prompt": len(prompt.tokens), "place": prompt.example.place}
+                row = {"tokens": prompt.total, "prompt": len(prompt.tokens), "place": prompt.example.depth}
                 row |= forced(model, prompt)
                 middle = time.perf_counter()
                 seconds["forced"] += middle - start
@@ -305,7 +307,7 @@ def generated(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[st
     if not torch.equal(out[0, : ids.shape[1]], ids[0]):
         raise ValueError("generate: expected the whole prompt before the reply, got another")
     reply = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return {"reply": reply, "share": prompt.example.found(reply) / len(prompt.example.answers)}
+    return {"reply": reply, "share": prompt.example.count_answers(reply) / len(prompt.example.answers)}
 
 
 def summary(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from glob import glob, has_magic
+from glob import glob
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import yaml
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.data.prepared import MANIFEST
-from isentrope.data.source import Source
+from isentrope.data.source import Source, find_text_files
 from isentrope.evaluation import perplexity, retrieval
 from isentrope.evaluation.perplexity import OPEN, PLAIN, read_held
 from isentrope.hf.layer_plan import read_train_length
@@ -110,7 +109,7 @@ def single(
         name=name,
         title=f"{where.name} at {tokens} tokens",
         decoder={"model": str(where)} | {key: value for key, value in loading.items() if value is not None},
-        texts=tuple(path for word in data for path in texts_of(word)),
+        texts=tuple(path for word in data for path in find_text_files(word)),
         documents=documents,
         perplexity=perplexity.Config(asked, _edges(trained, tokens)),
         retrieval=retrieval.Config(asked, ("passkey",), (tokens,), (0, 50, 100)) if passkeys else None,
@@ -155,14 +154,6 @@ def _edges(trained: int, length: int) -> tuple[int, ...]:
     """Two buckets inside the training length, then doublings of it; the last is never a mere rest."""
     doubled = takewhile(lambda edge: 1.5 * edge <= length, (trained << n for n in count(1)))
     return tuple(sorted({0, trained // 2, trained, *doubled, length}))
-
-
-def texts_of(word: str) -> list[Path]:
-    if (Path(word) / MANIFEST).is_file():
-        raise ValueError(f"data: expected text for a causal model, got {word}, prepared for GAU-α")
-    if not Path(word).exists() and not has_magic(word):
-        raise ValueError(f"data: expected a file, a folder or a glob, got {word!r}")
-    return Source(word).paths
 
 
 def run(plan: Plan, out: Path, say: Callable[[str], None] = lambda words: None) -> tuple[Path, int]:

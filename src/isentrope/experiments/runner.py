@@ -23,8 +23,8 @@ from accelerate import PartialState
 
 from isentrope.analysis.inspect import layer_entropies
 from isentrope.calibration.masked_lm import fit
-from isentrope.data.prepare import Options, prepare
-from isentrope.data.prepared import Prepared
+from isentrope.data.prepare import PrepareOptions, prepare
+from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
 from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summarize_scores
 from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
@@ -117,25 +117,25 @@ def status(plan: Plan, out: Path) -> dict[str, Any]:
     return {"plan": plan.name, "cells": len(keys), "done": len(cells) - failed, "failed": failed}
 
 
-def _corpus(plan: Plan, out: Path, data: str | Path | None) -> Prepared:
+def _corpus(plan: Plan, out: Path, data: str | Path | None) -> PreparedCorpus:
     """The corpus given, or the one the plan names, prepared here with the tokenizer of the models that ship."""
     if data is not None:
-        return Prepared.open(data)
+        return PreparedCorpus.open(data)
     if plan.data is None:
         raise ValueError(f"data: the plan {plan.name} needs a corpus: isentrope data prepare …, then --data FOLDER")
     folder = out / "data" / plan.data
     state = PartialState()
     if state.is_main_process:
         shipped = next((c.shipped for c in plan.needed() if c.shipped), None)
-        options = Options(tokenizer=str(SHIPPED / shipped)) if shipped else Options()
+        options = PrepareOptions(tokenizer=str(SHIPPED / shipped)) if shipped else PrepareOptions()
         with lock_file(out / "locks" / plan.data, wait=True):
             prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
-    return Prepared.open(folder)
+    return PreparedCorpus.open(folder)
 
 
 def checkpoints(
-    plan: Plan, prepared: Prepared, out: Path, say: Callable[[str], None], compile: bool | None = None
+    plan: Plan, prepared: PreparedCorpus, out: Path, say: Callable[[str], None], compile: bool | None = None
 ) -> dict[tuple[str, int], Trained]:
     """Every checkpoint of the plan for every seed, trained where it is not there yet.
 
@@ -169,7 +169,7 @@ def _checkpoint(
     checkpoint: Checkpoint,
     seed: int,
     found: dict[tuple[str, int], Trained],
-    prepared: Prepared,
+    prepared: PreparedCorpus,
     out: Path,
     say: Callable[[str], None],
     compile: bool | None,
@@ -220,14 +220,14 @@ def _clear_broken(path: Path, say: Callable[[str], None]) -> None:
     state.wait_for_everyone()
 
 
-def _data(prepared: Prepared) -> str:
+def _data(prepared: PreparedCorpus) -> str:
     """A hash of which documents are in which set, and of the tokens they became."""
     rows = [(row["sha256"], row["set"]) for row in prepared.manifest["documents"]]
     return hashlib.sha256(json.dumps([rows, prepared.manifest["tokens"]]).encode()).hexdigest()[:16]
 
 
 def _cells(
-    plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained], dtype: torch.dtype
+    plan: Plan, prepared: PreparedCorpus, trained: dict[tuple[str, int], Trained], dtype: torch.dtype
 ) -> Iterator[Cell]:
     data = _data(prepared)
     protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
@@ -261,14 +261,16 @@ def _in_turn(groups: list[list[Cell]], out: Path, helps: bool) -> Iterator[Cell]
                     busy.append(group)
 
 
-def _hashes(prepared: Prepared, which: str) -> list[str]:
+def _hashes(prepared: PreparedCorpus, which: str) -> list[str]:
     return [row["sha256"] for row in prepared.manifest["documents"] if row["set"] == which]
 
 
 class _Evaluation:
     """Cells one after another; neighbours share their model."""
 
-    def __init__(self, plan: Plan, prepared: Prepared, out: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, plan: Plan, prepared: PreparedCorpus, out: Path, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
         self.documents, self.hashes = prepared.documents("test"), _hashes(prepared, "test")
         self.others = prepared.documents("validation"), _hashes(prepared, "validation")
@@ -335,7 +337,7 @@ class _Evaluation:
 
 
 def _assemble(
-    plan: Plan, prepared: Prepared, trained: dict[tuple[str, int], Trained], cells: list[Cell], out: Path
+    plan: Plan, prepared: PreparedCorpus, trained: dict[tuple[str, int], Trained], cells: list[Cell], out: Path
 ) -> None:
     """results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells that are there."""
     results, timings = [], []

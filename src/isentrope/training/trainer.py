@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator, PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from isentrope.data.batches import Batches, Crops, NextTokens
-from isentrope.data.prepared import Prepared
+from isentrope.data.batches import CropBatches, MaskedBatches, NextTokenBatches
+from isentrope.data.prepared import PreparedCorpus
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import LEARNED_WEIGHTS, build_gau_recipe
 from isentrope.models.tokenizer import make_causal_tokenizer
@@ -66,7 +66,7 @@ def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = 
     `best/` holds the model with the lowest validation loss and `final/` the last one, both for `from_pretrained`, with
     the tokenizer; `log.jsonl` the losses; `state-*.safetensors` what an interrupted run goes on from.
     """
-    prepared = Prepared.open(data)
+    prepared = PreparedCorpus.open(data)
     accelerator = Accelerator(mixed_precision="no", log_with=_trackers(track) or None, project_dir=str(out))
     run = Run(prepared, config, out, accelerator)
     if (finished := run.finished()) is not None:
@@ -77,7 +77,7 @@ def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = 
 class Run:
     """One training run, from its first step or the last one saved."""
 
-    def __init__(self, prepared: Prepared, config: Config, out: Path, accelerator: Accelerator) -> None:
+    def __init__(self, prepared: PreparedCorpus, config: Config, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
         self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
         tokenizer: Any = read_tokenizer(prepared.tokenizer_path)
@@ -245,7 +245,7 @@ class Run:
         return {"step": done, "epoch": epoch, "loss": mean, "rate": self.config.learning_rate(done - 1, self.steps)}
 
     def _diverged(self, step: int, why: str) -> Diverged:
-        names = [self.batches.documents.names[i] for i in self.batches.members(step)]
+        names = [self.batches.documents.names[i] for i in self.batches.document_indices(step)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         kept = f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
         return Diverged(f"step {step + 1}: {why}, in a batch of {shown}; {kept} in {self.out}; try a lower rate")
@@ -344,21 +344,21 @@ def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict
     return model
 
 
-def _batches(prepared: Prepared, config: Config, tokenizer: Any) -> tuple[Crops, Crops]:
+def _batches(prepared: PreparedCorpus, config: Config, tokenizer: Any) -> tuple[CropBatches, CropBatches]:
     """Training batches, and those of the validation loss."""
-    kind: type[Crops] = NextTokens
+    kind: type[CropBatches] = NextTokenBatches
     common: dict[str, Any] = {"length": config.length, "size": config.batch, "crop": config.crop}
     if config.objective == "masked":
         if tokenizer.mask_token_id is None:
             raise ValueError("tokenizer: expected one with a mask token, got none")
         ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        common |= {"mask_token": tokenizer.mask_token_id, "ordinary": ordinary}
-        kind, common = Batches, common | {"share": config.share, "pose": config.pose}
+        common |= {"mask_token": tokenizer.mask_token_id, "replacement_tokens": ordinary}
+        kind, common = MaskedBatches, common | {"share": config.share, "pose": config.pose}
     train = kind(prepared.documents("train"), seed=config.batch_seed, **common)
     return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
 
 
-def _identity(prepared: Prepared, config: Config, steps: int) -> str:
+def _identity(prepared: PreparedCorpus, config: Config, steps: int) -> str:
     """A hash of all that the weights depend on."""
     told = {key: value for key, value in asdict(config).items() if key not in HOW}
     weights = Path(config.model or "") / "model.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isentrope.backends import merge, sdpa
 from isentrope.backends.sdpa import SDPA
-from isentrope.core.call import Call, Unfolded
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import generation
 from isentrope.core.region import Region, Span
 
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     span: Span = Span()
 
 
-def refusal(asked: Unfolded) -> str | None:
+def refusal(asked: AttentionCall) -> str | None:
     if torch.compiler.is_compiling():
         return "it is not for graphs, which make kernels of their own"
     if asked.q.dtype not in (torch.float16, torch.bfloat16 if asked.q.is_cuda else torch.float32):
@@ -53,12 +53,12 @@ def refusal(asked: Unfolded) -> str | None:
     return None
 
 
-def alone(asked: Unfolded) -> bool:
+def alone(asked: AttentionCall) -> bool:
     """Whether the kernel takes it and has all of it, so that nothing is held besides but keys."""
     return refusal(asked) is None and (cut := _cut(asked)) is not None and cut.far is None
 
 
-def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
+def attend(asked: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries)."""
     from isentrope.backends.band.kernel import launch
 
@@ -66,13 +66,13 @@ def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
         return merge.attend(KERNEL, asked.folded())
     cut = _cut(asked)
     assert cut is not None
-    near = asked.meetings[cut.near]
+    near = asked.branches[cut.near]
     k = asked.keys(near)
-    sink = near if cut.sink is None else asked.meetings[cut.sink]
+    sink = near if cut.sink is None else asked.branches[cut.sink]
     sink_keys = k if sink is near else asked.keys(sink, cut.sinks)
     far = None
     if cut.far is not None:
-        at = replace(asked.meetings[cut.far], region=Region((cut.span,)))
+        at = replace(asked.branches[cut.far], region=Region((cut.span,)))
         far = sdpa.KERNEL.forward(asked.call(at))
     return launch(
         asked.q, k, asked.v, cut.left, cut.right, near.query, asked.tau, asked.scale, asked.normalise,
@@ -83,7 +83,7 @@ def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
 class Band(SDPA):
     """Branches folded already, a window and a triangle of far keys, and their backward."""
 
-    def together(self, calls: list[Call]) -> tuple[Tensor, Tensor]:
+    def together(self, calls: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         from isentrope.backends.band.kernel import launch
 
         layout = calls[0].layout
@@ -96,10 +96,10 @@ class Band(SDPA):
 KERNEL = Band()
 
 
-def _cut(asked: Unfolded) -> Cut | None:
+def _cut(asked: AttentionCall) -> Cut | None:
     if not asked.layout.plain:
         return None
-    regions = tuple(m.region for m in asked.meetings)
+    regions = tuple(m.region for m in asked.branches)
     layout = asked.layout
     return layout.cached(("cut", *regions), lambda: cut_up(regions, layout.queries, layout.keys))
 

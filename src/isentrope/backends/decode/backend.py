@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.core.call import Unfolded
+from isentrope.core.call import AttentionCall
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
 
@@ -18,22 +18,22 @@ MOST_BRANCHES = 2
 MOST_SPANS = 2
 
 
-def refusal(asked: Unfolded) -> str | None:
+def refusal(asked: AttentionCall) -> str | None:
     if asked.q.shape[2] != 1:
         return "it takes one query a row, got more"  # how many, written out, would bind a graph to that length
     if asked.q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it does not take {asked.q.dtype}"
-    if len(asked.meetings) > MOST_BRANCHES or any(len(m.region.spans) > MOST_SPANS for m in asked.meetings):
+    if len(asked.branches) > MOST_BRANCHES or any(len(m.region.spans) > MOST_SPANS for m in asked.branches):
         return f"it takes {MOST_BRANCHES} branches of {MOST_SPANS} spans"
     return "it has no backward" if asked.differentiated else asked.refusal()
 
 
-def attend(asked: Unfolded) -> tuple[Tensor, Tensor]:
+def attend(asked: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output (batch, heads, 1, dv) and log-sum-exp (batch, heads, 1)."""
-    shape = [m.region for m in asked.meetings]
+    shape = [m.region for m in asked.branches]
     bounds = asked.layout.cached(("decode", *shape), lambda: _bounds(asked.layout, shape))
-    turns = [turn for m in asked.meetings for turn in (*(m.query or ()), *(m.key or ()))]
-    which = [flag for m in asked.meetings for flag in (m.query is not None, m.key is not None)]
+    turns = [turn for m in asked.branches for turn in (*(m.query or ()), *(m.key or ()))]
+    which = [flag for m in asked.branches for flag in (m.query is not None, m.key is not None)]
     run = torch.ops.isentrope.decode if torch.compiler.is_compiling() else _run
     out, lse = run(asked.q, asked.k, asked.v, bounds, turns, which, asked.tau, asked.scale, asked.normalise)
     return out, lse

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isentrope.analysis import inspect
 from isentrope.analysis.inspect import Config
-from isentrope.data.prepared import Prepared
+from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.perplexity import Text
 from isentrope.experiments.plan import load
 from isentrope.experiments.runner import checkpoints
@@ -18,7 +18,7 @@ from isentrope.utils.files import read_fields, read_json, write_json
 INSET = "3516:3536,3516:3536"  # the paper's 20 × 20
 
 
-def looks(prepared: Prepared, out: Path, say: Callable[[str], None] = print) -> dict[str, list[Path]]:
+def looks(prepared: PreparedCorpus, out: Path, say: Callable[[str], None] = print) -> dict[str, list[Path]]:
     """Folders of inspections for each figure; models are trained and looked at where that has not been done.
 
     f1, f6: CosScale 8 … 600 at 512 tokens. f7: the same at 1024. f2: windowed attention with CosScale 16, and cosine
@@ -48,7 +48,7 @@ def looks(prepared: Prepared, out: Path, say: Callable[[str], None] = print) -> 
     return found
 
 
-def trainings(prepared: Prepared, out: Path, say: Callable[[str], None] = print) -> dict[str, list[Path]]:
+def trainings(prepared: PreparedCorpus, out: Path, say: Callable[[str], None] = print) -> dict[str, list[Path]]:
     """Folders of training runs: f4, with CosScale 128 and without; f5, all that are trained for a method."""
     plan = load("main")
     trained = checkpoints(plan, prepared, out, say)

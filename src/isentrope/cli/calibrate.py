@@ -1,0 +1,87 @@
+"""`isentrope calibrate`: temperatures fitted to text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.common import (
+    CausalModel,
+    Device,
+    Dtype,
+    GgufFile,
+    MaxDocuments,
+    Texts,
+    app,
+    disable_progress_bars,
+    errors_in_one_line,
+    expand_paths,
+    print_paths,
+    print_progress,
+)
+
+
+@app.command()
+@errors_in_one_line()
+def calibrate(
+    model: CausalModel,
+    texts: Texts,
+    length: Annotated[int, typer.Option(help="Tokens read of each document; the law is fitted up to this length.")],
+    recipe: Annotated[
+        str,
+        typer.Option(help="The recipe to fit, which may contain {window} and {factor}. 'plain': the unchanged model."),
+    ] = "plain",
+    windows: Annotated[
+        str | None, typer.Option(help="Values to try for {window}, such as 2048,4096; the best is used.")
+    ] = None,
+    factors: Annotated[
+        str | None, typer.Option(help="Values to try for {factor}, such as 4,8; the best is used.")
+    ] = None,
+    levels: Annotated[
+        str, typer.Option(help="Laws to fit: one for all layers, one per layer, one per head.")
+    ] = "scalar,layer,head",
+    budget: Annotated[
+        str | None, typer.Option(help="Finish within 90s, 10m or 2h; the best law so far is used.")
+    ] = None,
+    documents: MaxDocuments = 16,
+    train_length: Annotated[int | None, typer.Option(help="Training length, instead of the one in the config.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for calibrate.json, .png and .svg and recipe.txt.")] = Path(
+        "results/calibrate"
+    ),
+    save: Annotated[Path | None, typer.Option(help="A new folder for the model with the recipe in its config.")] = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Fit a temperature law to your own text with the model frozen; half of the documents are held out to select it.
+
+    The result is never worse than InfoScale on held-out text, and nothing changes inside the training length. Run the
+    same command again to resume after an interruption.
+
+    isentrope calibrate MODEL books/*.txt --recipe rerope:window=4096 --length 32768 --budget 10m --save longer
+    """
+    from rich.console import Console
+
+    from isentrope.calibration import calibrate as calibration
+    from isentrope.calibration.select import halves
+    from isentrope.evaluation.loading import check_free, save_extended
+    from isentrope.evaluation.perplexity import load, read
+    from isentrope.report.figures.calibration import draw, measured, table
+
+    config = calibration.Config.read(
+        length, recipe, windows, factors, levels, budget, train_length=train_length, seed=seed
+    )
+    check_free(save)
+    disable_progress_bars()
+    documents_read = read(expand_paths(texts), model, gguf_file, length, documents)
+    halves(documents_read, length, seed)  # checked before a model is loaded
+    loaded = load(model, device, dtype, gguf_file)
+    result = calibration.calibrate(loaded, documents_read, config, out, Path(model).name, print_progress)
+    results = out / "calibrate.json"
+    Console().print(table(results))
+    print_paths([results, out / "recipe.txt", *draw(results)])
+    if save is not None:
+        typer.echo(save_extended(model, result.recipe, save, gguf_file, measured(results)))

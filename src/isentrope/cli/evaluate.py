@@ -1,0 +1,97 @@
+"""`isentrope evaluate`: which recipe works best for a model on your own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.common import Device, Dtype, GgufFile, MaxDocuments, app, errors_in_one_line
+from isentrope.cli.plans import run_causal_plan, run_masked_plan
+
+# options that only one kind of model has
+CAUSAL_OPTIONS = ("length", "retrieval", "documents", "save", "gguf_file", "dtype", "device")
+GAU_OPTIONS = ("lengths", "positions", "protocol")
+
+
+@app.command()
+@errors_in_one_line()
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A causal model or GAU-α: a folder, or a name on the hub.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text: a file, folder or glob; repeat for several. GAU-α: a folder of 'isentrope data prepare'."
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help="A recipe to compare; repeat for several. Causal models have a default selection."),
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens read of each document; 4x: times the training length.")] = "4x",
+    retrieval: Annotated[bool, typer.Option("--retrieval", help="Also test passkeys at that length.")] = False,
+    documents: MaxDocuments = 8,
+    save: Annotated[Path | None, typer.Option(help="A new folder for the model with the best recipe.")] = None,
+    lengths: Annotated[str, typer.Option(help="GAU-α: lengths in tokens.")] = "128,256,512,1024,2048,4096",
+    positions: Annotated[int, typer.Option(help="GAU-α: masked positions per document; 0 for all.")] = 256,
+    protocol: Annotated[
+        str, typer.Option(help="GAU-α: single, one token masked at a time; random, 15 % at once.")
+    ] = "single",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; by default results/evaluate, for GAU-α results.")
+    ] = None,
+    gguf_file: GgufFile = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Find the recipe that works best for a model past its training length, on your own text.
+
+    For a causal model: perplexity by position, the best recipe, and with --save the model with that recipe. For GAU-α:
+    perplexity and accuracy of masked tokens. Results already in the folder are kept.
+
+    isentrope evaluate MODEL --data books --save longer
+
+    isentrope evaluate runs/base/best --data data/laws --recipe rope --recipe rope+infoscale:count=sequence
+    """
+    from isentrope.evaluation.loading import causal_config, check_free, save_extended
+    from isentrope.experiments import plan as plans
+    from isentrope.experiments.causal_plan import single
+    from isentrope.report.tables.leaderboard import best, measured
+    from isentrope.report.tables.terminal import DEGRADED
+
+    if not data:
+        raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
+    config = causal_config(model, gguf_file)
+    if config is None:
+        _reject_options(context, CAUSAL_OPTIONS, "GAU-α")
+        if not recipe or len(data) > 1:
+            raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
+        masked_plan = plans.single(model, recipe, lengths, positions, protocol)
+        complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]))
+        raise typer.Exit(0 if complete else 1)
+    _reject_options(context, GAU_OPTIONS, config.model_type)
+    check_free(save)
+    loading = {"gguf_file": gguf_file, "dtype": dtype, "device": device}
+    plan = single(model, config, data, recipe or [], length, documents, retrieval, **loading)
+    out = out or Path("results/evaluate")
+    complete = run_causal_plan(plan, out)
+    if save is not None:
+        chosen = best(out / plan.name, plan.perplexity.recipes)
+        if chosen is None:
+            raise ValueError(
+                f"save: no recipe is better at the end and costs {DEGRADED} % or less inside the training length; "
+                "isentrope.extend and save_pretrained save a model with any recipe"
+            )
+        rows = measured(out / plan.name, chosen)
+        typer.echo(save_extended(plan.decoder["model"], chosen, save, gguf_file, rows))
+    raise typer.Exit(0 if complete else 1)
+
+
+def _reject_options(context: typer.Context, names: tuple[str, ...], kind: str) -> None:
+    """Raise if the command line has an option that would have no effect."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"--{name.replace('_', '-')}: not for a model of type {kind}")

@@ -1,0 +1,59 @@
+"""`isentrope perplexity`: perplexity by position in long texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.common import (
+    CausalModel,
+    Device,
+    Dtype,
+    GgufFile,
+    MaxDocuments,
+    Recipes,
+    Texts,
+    app,
+    disable_progress_bars,
+    errors_in_one_line,
+    exit_if_failed,
+    expand_paths,
+    print_paths,
+    print_table,
+)
+
+
+@app.command()
+@errors_in_one_line()
+def perplexity(
+    model: CausalModel,
+    texts: Texts,
+    recipe: Recipes,
+    edges: Annotated[
+        str, typer.Option(help="Edges of the buckets of positions; the last is the number of tokens read per document.")
+    ] = "0,4096,8192,12288,16384,24576,32768",
+    documents: MaxDocuments = 8,
+    out: Annotated[Path, typer.Option(help="Folder for perplexity.json, .png and .svg.")] = Path("results/perplexity"),
+    gguf_file: GgufFile = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Measure perplexity by position in long texts under each recipe. Results already in the folder are kept.
+
+    isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
+    """
+    from isentrope.evaluation import perplexity as evaluation
+    from isentrope.report.figures import laws as figures
+    from isentrope.report.tables import terminal as tables
+
+    config = evaluation.Config.read(recipe, edges)
+    disable_progress_bars()
+    # texts are checked before a model is loaded
+    documents_read = evaluation.read(expand_paths(texts), model, gguf_file, config.length, documents)
+    loaded = evaluation.load(model, device, dtype, gguf_file)
+    results = evaluation.run(loaded, Path(model).name, documents_read, config, out)
+    print_table(tables.perplexity(results))
+    print_paths([results, *figures.perplexity(results)])
+    exit_if_failed(evaluation.failures(results, recipe), results)

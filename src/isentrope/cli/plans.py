@@ -1,0 +1,85 @@
+"""Run a plan and print its results, for the commands `study`, `evaluate` and `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from isentrope.cli.common import disable_progress_bars, print_error, print_paths, print_progress, print_table
+
+
+def run_causal_plan(plan: Any, out: Path) -> bool:
+    """Run a plan for a causal model and print its recipes, best first.
+
+    Returns:
+        Whether every cell was measured.
+    """
+    from isentrope.experiments.causal_plan import run
+    from isentrope.report.html import recipes
+    from isentrope.report.html.page import page
+
+    disable_progress_bars()
+    folder, failed = run(plan, out, print_progress)
+    written = recipes.write(folder)
+    print_recipes(folder)
+    print_paths([*written, page(folder)])
+    if failed:
+        print_error(f"{failed} cells failed: {folder}")
+    return not failed
+
+
+def print_recipes(folder: Path) -> None:
+    """Print the tables of a plan for a causal model, and which recipe is best."""
+    from rich.console import Console
+
+    from isentrope.report.figures import retrieval
+    from isentrope.report.html import recipes
+    from isentrope.report.tables import leaderboard
+
+    if (results := folder / "retrieval.json").exists():
+        print_table(retrieval.table(results))
+    print_table(leaderboard.table(folder))
+    for line in recipes.verdict(folder):
+        Console(soft_wrap=True).print(line)
+
+
+def run_masked_plan(
+    plan: Any, out: Path, corpus: Path | None, compile: bool | None = None, is_helper: bool = False
+) -> bool:
+    """Run a plan for masked models, then write its report and print its tables.
+
+    Args:
+        plan: the plan to run.
+        out: folder that plans share; the results go to the folder of the plan's name in it.
+        corpus: folder of a prepared corpus.
+        compile: whether trainings are compiled; None decides by their length.
+        is_helper: whether another process, which started this one, writes the report.
+
+    Returns:
+        Whether every cell was measured.
+    """
+    from rich.console import Console
+
+    from isentrope.experiments.runner import run
+    from isentrope.report.figures.curves import curves
+    from isentrope.report.html.page import page
+    from isentrope.report.tables.grid import terminal, write
+    from isentrope.training.trainer import Interrupted, is_main
+
+    disable_progress_bars()
+    try:
+        outcome = run(plan, out, corpus, print_progress, compile, is_helper)
+    except Interrupted as stopped:
+        print_error(str(stopped))
+        raise typer.Exit(128 + stopped.number) from None
+    if is_main() and not is_helper:
+        folder = out / plan.name
+        curves(folder)
+        write(folder)
+        Console().print(terminal(folder))
+        typer.echo(page(folder))
+        if outcome["failed"]:
+            print_error(f"{outcome['failed']} of {outcome['cells']} cells failed: {folder / 'results.jsonl'}")
+    return is_helper or not outcome["failed"]

@@ -1,0 +1,40 @@
+"""`isentrope report`: one page and tables from a folder of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.common import app, errors_in_one_line, print_paths
+from isentrope.cli.plans import print_recipes
+
+
+@app.command()
+@errors_in_one_line()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that 'isentrope study run' wrote, or one plan's in it.")],
+    cap: Annotated[bool, typer.Option("--cap", help="Print >500 and <0.1 as the paper does.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print paths and verdicts as JSON.")] = False,
+) -> None:
+    """Write a study's page, its tables in Markdown, LaTeX and CSV, and a verdict for each of the paper's claims.
+
+    isentrope report results
+    """
+    from rich.console import Console
+
+    from isentrope.report.html import page
+    from isentrope.report.tables import grid
+
+    plans, compared = page.found(folder)
+    written = page.report(folder, cap)
+    if as_json:
+        typer.echo(json.dumps(written, ensure_ascii=False))
+        return
+    if plans:
+        Console().print(grid.terminal(folder, cap))
+    for recipes_folder in compared:
+        print_recipes(recipes_folder)
+    print_paths([*(file for plan in written["plans"] for file in plan["files"]), written["report"]])

@@ -1,0 +1,193 @@
+"""`isentrope study`: the paper's experiments, and others like them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isentrope.cli.common import (
+    PreparedCorpus,
+    app,
+    disable_progress_bars,
+    errors_in_one_line,
+    print_paths,
+    print_progress,
+)
+from isentrope.cli.data import print_partition
+from isentrope.cli.laws import laws
+from isentrope.cli.plans import run_causal_plan, run_masked_plan
+
+study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
+app.add_typer(study, name="study")
+
+
+@study.command("list")
+@errors_in_one_line()
+def list_plans() -> None:
+    """List the plans that ship: what they measure, and how many trainings and cells they have.
+
+    isentrope study list
+    """
+    from rich.console import Console
+
+    from isentrope.experiments import plan as plans
+    from isentrope.report.tables import terminal as tables
+
+    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+
+
+@study.command("run")
+@errors_in_one_line()
+def run(
+    names: Annotated[list[str], typer.Argument(metavar="PLAN…", help="Names (isentrope study list), or YAML files.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
+        "results"
+    ),
+    corpus: Annotated[Path | None, PreparedCorpus] = None,
+    lengths: Annotated[str | None, typer.Option(help="Lengths, instead of the plan's, such as 128,1024.")] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="Masked positions per document, instead of the plan's; 0 for all.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Training seeds, instead of the plan's, such as 0,1,2.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, also on one GPU.")] = 1,
+    compile: Annotated[
+        bool | None,
+        typer.Option(help="Compile trainings; by default the long ones on a GPU. Several jobs hide its cost."),
+    ] = None,
+    helps: Annotated[bool, typer.Option("--helps", hidden=True)] = False,
+) -> None:
+    """Train and evaluate what is missing of a plan, then print its table. Run the same command again to resume.
+
+    The same command may run several times in one folder at once: the processes share the work.
+
+    isentrope study run main --data data/laws --out results --jobs 4
+
+    accelerate launch -m isentrope.cli study run main --data data/laws --out results
+    """
+    from isentrope.experiments import plan as plans
+
+    has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
+    if causal_plans := _load_causal_plans(names, has_options):
+        complete = [run_causal_plan(plan, out) for plan in causal_plans]
+        raise typer.Exit(0 if all(complete) else 1)
+    if corpus is None and "dataset" in names:
+        raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
+    masked_plans = [
+        plans.changed(plans.load(name), lengths, positions, seeds) for name in names if name not in plans.OTHERS
+    ]
+    for name in () if helps else (name for name in names if name in plans.OTHERS):
+        _run_without_cells(name, out, corpus)
+    with _helper_processes(jobs - 1, out / "jobs"):
+        complete = [run_masked_plan(plan, out, corpus, compile, helps) for plan in masked_plans]
+    if not all(complete):
+        raise typer.Exit(1)
+
+
+def _load_causal_plans(names: list[str], has_options: bool = False) -> list[Any]:
+    """Load the plans for causal models; has_options: whether options are given that only other plans have."""
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
+    if not files:
+        return []
+    from isentrope.experiments.causal_plan import load
+
+    causal_plans = [plan for file in files if (plan := load(file)) is not None]
+    if causal_plans and (len(causal_plans) < len(names) or has_options):
+        raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
+    return causal_plans
+
+
+def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
+    """Run `laws` or `dataset`, the plans without trainings and cells."""
+    from rich.console import Console
+
+    from isentrope.data.prepared import PreparedCorpus
+    from isentrope.report.tables import terminal as tables
+
+    if name == "laws":
+        laws(out / "laws")
+        Console().print(tables.formulas(out / "laws" / "laws.json"))
+    elif corpus is not None:
+        print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
+
+
+@contextmanager
+def _helper_processes(count: int, folder: Path) -> Iterator[None]:
+    """Run this command in `count` more processes, each with its output in FOLDER/2.log and so on."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(2, count + 2):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{number}.log").open("wb") as log:
+                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1", "--helps"]
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        yield
+        for process in processes:
+            process.wait()
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+@study.command("status")
+@errors_in_one_line()
+def status(
+    plan: Annotated[str, typer.Argument(help="A plan's name, or a YAML file.")],
+    out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("results"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+) -> None:
+    """Count the cells of a plan that are done, failed and missing.
+
+    isentrope study status main --out results
+    """
+    from isentrope.experiments import causal_plan as causal
+    from isentrope.experiments import plan as plans
+    from isentrope.experiments import runner
+
+    causal_plans = _load_causal_plans([plan])
+    counts = causal.status(causal_plans[0], out) if causal_plans else runner.status(plans.load(plan), out)
+    if as_json:
+        typer.echo(json.dumps(counts))
+        return
+    missing = counts["cells"] - counts["done"] - counts["failed"]
+    typer.echo(
+        f"{plan}: {counts['done']} of {counts['cells']} cells done, {counts['failed']} failed, {missing} missing"
+    )
+
+
+@study.command("figures")
+@errors_in_one_line()
+def draw_figures(
+    corpus: Annotated[Path, PreparedCorpus],
+    out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
+) -> None:
+    """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
+
+    isentrope study figures --data data/laws --out results
+    """
+    from isentrope.data.prepared import PreparedCorpus
+    from isentrope.experiments.paper.figures import looks, trainings
+    from isentrope.report.figures import inspect
+    from isentrope.report.figures.losses import losses
+    from isentrope.report.figures.partition import partition
+
+    disable_progress_bars()
+    prepared = PreparedCorpus.open(corpus)
+    inspected, runs = looks(prepared, out, print_progress), trainings(prepared, out, print_progress)
+    folder = out / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    print_paths([
+        *inspect.cosscale_panels(inspected["f1"], folder / "f1"),
+        *inspect.attention_at(inspected["f2"], folder / "f2"),
+        *partition(prepared.folder / "manifest.json", folder / "f3"),
+        *losses(runs["f4"], folder / "f4"),
+        *losses(runs["f5"], folder / "f5"),
+        *inspect.peak_angles(inspected["f1"], folder / "f6"),
+        *inspect.before_and_after_rope(inspected["f7"], folder / "f7"),
+    ])  # fmt: skip
