@@ -19,8 +19,8 @@ from measure import Row, save, sizes, times
 
 from isentrope.attention import attention
 from isentrope.backends.band import kernel as band_kernel
-from isentrope.core.compile import runs_triton
-from isentrope.utils.provenance import provenance
+from isentrope.core.compile import can_run_triton
+from isentrope.utils.provenance import collect_provenance
 
 SHAPES = ",".join("x".join(map(str, shape)) for shape in product((64, 128), (64, 128), (2, 3, 4), (4, 8)))
 METHODS = ("rope+window:size={}", "rope+sink:sinks=4,size={}", "rerope:window={}")
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/blocks.json"))
     options = parser.parse_args()
     size = replace(sizes(), seconds=0.1)
-    if not runs_triton(torch.empty(0, device=size.device)):
+    if not can_run_triton(torch.empty(0, device=size.device)):
         parser.error("expected Triton and a GPU, or TRITON_INTERPRET=1 and a small --n")
     try:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
@@ -66,7 +66,7 @@ def main() -> None:
                 band_kernel.LARGE[int(d)] = own
             rows.append(row)
             print(d, row["method"], shape, f"{row['ms']:.3f} ms" if "ms" in row else row["failed"], flush=True)
-            save(options.out, rows, run=provenance(), n=options.n, heads=options.heads)
+            save(options.out, rows, run=collect_provenance(), n=options.n, heads=options.heads)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 import isentrope as ise
 from isentrope.data.batches import MaskedBatches
 from isentrope.data.prepared import Documents
-from isentrope.evaluation.perplexity import load
+from isentrope.evaluation.loading import load_on_device
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.training.step import Stepper, ahead
 
@@ -53,7 +53,7 @@ def decoding(size: Sizes, model: str | None = None, gguf_file: str | None = None
 @cache
 def _models(size: Sizes, name: str | None, gguf_file: str | None) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The model twice, so that the plain one and the extended one can take turns."""
-    plain = load(name, "auto", "auto", gguf_file) if name else random_model(size)
+    plain = load_on_device(name, "auto", "auto", gguf_file) if name else random_model(size)
     return plain.eval(), copy.deepcopy(plain).eval()
 
 

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from isentrope.utils.provenance import provenance
+from isentrope.utils.provenance import collect_provenance
 
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
@@ -126,7 +126,7 @@ def measured(job: Job, size: Sizes) -> Row:
 
 
 def made_with() -> dict[str, Any]:
-    told = provenance() | {"cuda": torch.version.cuda, "command": " ".join(sys.argv)}
+    told = collect_provenance() | {"cuda": torch.version.cuda, "command": " ".join(sys.argv)}
     for package in ("transformers", "triton"):
         try:
             told[package] = version(package)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from isentrope.attention import Aux, attention
+from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
@@ -21,7 +22,7 @@ from isentrope.temperatures import (
     SSMax,
     YaRNTemperature,
 )
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 from isentrope.utils.imports import after_import
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "YaRN",
     "YaRNTemperature",
     "attention",
+    "clear_caches",
 ]
 
 
@@ -78,7 +80,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
-    with named_extras():
+    with name_missing_extras():
         module = import_module(_LATER[name])
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
 

@@ -20,9 +20,10 @@ from isentrope.backends.decode import backend as decode
 from isentrope.backends.padding import blank_padding
 from isentrope.builder import build_call
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import autocast_disabled
-from isentrope.core.layout import Layout, PositionIds
+from isentrope.core.layout import Layout
+from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import band
 from isentrope.masks import Mask
 from isentrope.recipe import Recipe
@@ -105,7 +106,7 @@ def attention(
     slot is padding) is computed like any other, with 0 for what is NaN or inf in it. A key that one query sees and
     another does not, as under `Document` or a window, is no padding: NaN there may reach both.
     """
-    recipe = as_recipe(recipe).resolved()
+    recipe = as_recipe(recipe).resolve()
     _check_shapes(q, k, v)
     with autocast_disabled(q):
         asked = build_call(q, k, v, recipe, mask, causal, lengths, position_ids, layout, scale, rotated_keys)
@@ -269,7 +270,7 @@ def _entropy(name: str, calls: list[FoldedBranch], lse: Tensor) -> Tensor:
             q, k = call.q.detach(), call.k.detach()
             call = replace(call, q=q, k=k, v=k, dropout=None)
             k_mean, branch = _branch(name, call)
-            score = compiled(_inner, (q, k_mean), q.shape[-1])(q, k_mean, lse.dtype)
+            score = maybe_compile(_inner, (q, k_mean), q.shape[-1])(q, k_mean, lse.dtype)
             entropy += torch.exp(branch - anchor) * (anchor - call.scale * score)
             if call.slopes is not None:
                 entropy -= _mean_bias(name, call, anchor)

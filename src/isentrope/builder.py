@@ -12,10 +12,11 @@ from torch import Tensor
 
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.core.layout import Layout, PositionIds, layout_of
+from isentrope.core.layout import Layout, get_layout
+from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region
-from isentrope.core.rotation import Angles, angles
-from isentrope.masks import Document, Full, Mask, Padding, data_masks
+from isentrope.core.rotation import Angles, compute_angles
+from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import Branch, NoPE, Position
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
@@ -43,7 +44,7 @@ def build_call(
     rotated_keys: bool,
 ) -> AttentionCall:
     """What is asked of a backend. All but q, k and v is kept with its layout: a model's layers ask the same again."""
-    lasting = lengths is None and position_ids is None and recipe.lasting and _lasting(call_mask)
+    lasting = lengths is None and position_ids is None and recipe.cacheable and _lasting(call_mask)
     if not lasting or not isinstance(scale, (float, int, NoneType)) or torch.compiler.is_compiling():
         layout, region = geometry(q, k, recipe.mask, call_mask, causal, lengths, position_ids, layout)
         return unfolded(q, k, v, recipe, layout, region, scale, rotated_keys)
@@ -52,7 +53,7 @@ def build_call(
 
     # recipes with one position method are kept, and let go of, together: the angles, which are large, are the same
     position = recipe.position
-    token = None if position is None else position.token()
+    token = None if position is None else position.cache_key()
     group: dict[Any, tuple[Recipe, tuple[Any, ...]]]
     group = layout.cached(("asked", position, token, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), call_mask, causal, scale, rotated_keys)
@@ -68,7 +69,7 @@ def build_call(
 
 
 def _lasting(mask: Mask | None) -> bool:
-    return mask is None or (isinstance(mask, Mask) and not any(data_masks(mask)))
+    return mask is None or (isinstance(mask, Mask) and not any(find_data_masks(mask)))
 
 
 def geometry(
@@ -85,7 +86,7 @@ def geometry(
     if call_mask is not None and not isinstance(call_mask, Mask):
         raise ValueError(f"mask: expected a mask such as Document(ids), got {format_value(call_mask)}")
     masks = [mask for mask in (recipe_mask, call_mask) if mask is not None]
-    data = [d for mask in masks for d in data_masks(mask)]
+    data = [d for mask in masks for d in find_data_masks(mask)]
     paddings = [d for d in data if isinstance(d, Padding)]
     documents = [d for d in data if isinstance(d, Document)]
     if len(paddings) + (lengths is not None) > 1:
@@ -100,7 +101,7 @@ def geometry(
             raise ValueError(
                 f"layout: expected {q.shape[2]} queries and {k.shape[2]} keys, got {layout.queries} and {layout.keys}"
             )
-    layout = layout or layout_of(
+    layout = layout or get_layout(
         q.shape[0],
         q.shape[2],
         k.shape[2],
@@ -181,7 +182,7 @@ def _shared(layout: Layout, part: Any, sizes: tuple[Any, ...], make: Callable[[]
     frozen = isinstance(part, (Temperature, Position)) and not part.learns
     if not frozen or torch.compiler.is_compiling():
         return make()
-    token = part.token() if isinstance(part, Position) else None
+    token = part.cache_key() if isinstance(part, Position) else None
     return layout.cached((part, token, *sizes), make)
 
 
@@ -191,9 +192,9 @@ def _temperature(
     """τ of each query, (batch or 1, heads or 1, queries)."""
     if law is None:
         return None
-    n = layout.count(getattr(law, "count", "visible"), region).clamp_min(1)
+    n = layout.count_keys(getattr(law, "count", "visible"), region).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature: no law need be defined there
-    n = torch.where(layout.count("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
+    n = torch.where(layout.count_keys("visible", region) > 1, n, n.clamp_min(2))[:, None].to(dtype)
     tau: Tensor = law.scale(n, head_dim)
     if tau.dim() != 3 or tau.shape[1] not in (1, heads):
         raise ValueError(f"temperature: expected τ for 1 or {heads} heads, got shape {tuple(tau.shape)}")
@@ -219,7 +220,7 @@ def _turns(
     theta_q, theta_k = (position.frequencies(head_dim, n, dtype, layout.device) for n in layout.row_lengths)
     turns = []
     for branch in reached:
-        query_turn = angles(branch.query, theta_q, dtype)
-        key_turn = query_turn if branch.key is branch.query else angles(branch.key, theta_k, dtype)
+        query_turn = compute_angles(branch.query, theta_q, dtype)
+        key_turn = query_turn if branch.key is branch.query else compute_angles(branch.key, theta_k, dtype)
         turns.append((branch, query_turn, None if rotated_keys else key_turn))
     return turns

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first
+from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first_keys
 from isentrope.parts import REQUIRED, Part, check_choice, check_integer
 from isentrope.utils.text import format_value
 
@@ -65,7 +65,7 @@ class Window(Mask):
         return length <= self.size
 
     def region(self, causal: bool) -> Region:
-        return window(self.size, causal)
+        return window_region(self.size, causal)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Sink(Mask):
         return length <= self.sinks + self.size
 
     def region(self, causal: bool) -> Region:
-        return Full().region(causal) & (window(self.size, causal) | first(self.sinks))
+        return Full().region(causal) & (window_region(self.size, causal) | first_keys(self.sinks))
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,13 @@ class Compound(Mask):
         alone = (m.masks[0] if isinstance(m, Compound) and len(m.masks) == 1 else m for m in self.masks)
         flat = tuple(m for mask in alone for m in (mask.masks if type(mask) is type(self) else (mask,)))
         object.__setattr__(self, "masks", flat)
-        if (count := self.joined) > MAX_JOINED:
+        if (count := self.mask_count) > MAX_JOINED:
             raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MAX_JOINED} masks, got {count}")
 
     @property
-    def joined(self) -> int:
+    def mask_count(self) -> int:
         """How many masks are joined, those inside others included."""
-        return sum(mask.joined if isinstance(mask, Compound) else 1 for mask in self.masks)
+        return sum(mask.mask_count if isinstance(mask, Compound) else 1 for mask in self.masks)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name(), "masks": [mask.to_dict() for mask in self.masks]}
@@ -213,18 +213,19 @@ class Or(Compound):
         return reduce(Region.__or__, (mask.region(causal) for mask in self.masks))
 
 
-def window(size: int, causal: bool) -> Region:
+def window_region(size: int, causal: bool) -> Region:
+    """Return the region of a window: causal, `size` keys; bidirectional, |Δ| ≤ size."""
     return band(1 - size, 1) if causal else band(-size, size + 1)
 
 
-def data_masks(mask: Mask | None) -> Iterator[Padding | Document]:
+def find_data_masks(mask: Mask | None) -> Iterator[Padding | Document]:
     """The padding and document masks inside `mask`; under `|` they have no meaning."""
     if isinstance(mask, (Padding, Document)):
         yield mask
     elif isinstance(mask, And):
         for part in mask.masks:
-            yield from data_masks(part)
+            yield from find_data_masks(part)
     elif isinstance(mask, Or):
         for part in mask.masks:
-            for data in data_masks(part):
+            for data in find_data_masks(part):
                 raise ValueError(f"mask: {type(data).__name__} must be joined with &, got it under |")

@@ -42,9 +42,9 @@ class Part:
     def to_dict(self) -> dict[str, Any]:
         """The name and every option that differs from its default."""
         given = ((key, getattr(self, key), default) for key, default in self.options().items())
-        return {"name": self.name()} | {k: v for k, v, default in given if self._shown(k, v, default)}
+        return {"name": self.name()} | {k: v for k, v, default in given if self._writes_option(k, v, default)}
 
-    def _shown(self, key: str, value: Any, default: Any) -> bool:
+    def _writes_option(self, key: str, value: Any, default: Any) -> bool:
         return default is REQUIRED or value != default
 
     def __str__(self) -> str:

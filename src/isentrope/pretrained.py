@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from isentrope.core.dtypes import cpu_dtype, to_dtype
+from isentrope.core.dtypes import choose_load_dtype, parse_dtype
 from isentrope.utils.files import read_fields, read_json
 
 AGAIN = "fetch or save it again"
@@ -64,7 +64,7 @@ def resolve_model_device(name: str, device: str = "auto", dtype: str = "auto") -
     if dtype == "auto" and torch.device(device).type == "cpu":
         config = read_config(resolve_model_name(name))
         saved = saved_dtype(resolve_model_name(name), config.get("dtype") or config.get("torch_dtype"))
-        cpu_dtype(saved, None, device)
+        choose_load_dtype(saved, None, device)
     return device, chosen
 
 
@@ -261,7 +261,7 @@ def saved_dtype(name: str | Path, known: torch.dtype | str | None = None, **hub:
     None where there are no safetensors.
     """
     if known is not None:
-        return to_dtype(known)
+        return parse_dtype(known)
     for path in _files(name, AGAIN, hub)[:1]:
         with open_tensors(path) as file:
             kinds = (SAFETENSORS_DTYPES.get(file.get_slice(key).get_dtype()) for key in file.keys())  # noqa: SIM118

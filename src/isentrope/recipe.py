@@ -62,7 +62,7 @@ class Recipe:
                     f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
                 )
         length = getattr(self.temperature, "train_length", None)
-        position = None if self.position is None else self.position.resolved(length)
+        position = None if self.position is None else self.position.resolve(length)
         resolved = None
         if position is not self.position:
             resolved = copy(self)
@@ -75,13 +75,13 @@ class Recipe:
         return tuple(part for part in (self.position, self.temperature) if isinstance(part, torch.nn.Module))
 
     @property
-    def lasting(self) -> bool:
+    def cacheable(self) -> bool:
         """Whether it says the same of every call at the same places: no part learns or brings data of its own."""
         parts = ((self.position, positions.Position), (self.temperature, temperatures.Temperature))
         known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
-        return known and not any(masks.data_masks(self.mask))
+        return known and not any(masks.find_data_masks(self.mask))
 
-    def resolved(self) -> Recipe:
+    def resolve(self) -> Recipe:
         """The recipe with a position method's missing training length taken from the temperature."""
         return self._resolved or self  # type: ignore[attr-defined]
 

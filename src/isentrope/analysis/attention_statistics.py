@@ -17,8 +17,8 @@ from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
+from isentrope.core.rotation import normalise_vectors
 from isentrope.hf.capture import CapturedAttention
-from isentrope.scores import unit
 
 PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, held at once
 BINS = 200  # of cosines from -1 to 1
@@ -68,7 +68,7 @@ def entropy(seen: CapturedAttention) -> Tensor:
 def uniform(seen: CapturedAttention) -> float:
     """The entropy if every query attended alike to all keys that it sees: the mean of ln n."""
     layout, region = _where(seen)
-    return float(layout.count("visible", region).clamp_min(1).double().log().mean())
+    return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
 
 
 def cosines(seen: CapturedAttention) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,10 @@ def cosines(seen: CapturedAttention) -> tuple[Tensor, Tensor]:
     first adds up to the number of visible pairs, the second to that of queries that see any.
     """
     calls = _branches(seen)
-    angles = [replace(call, q=unit(call.q), k=unit(call.k), scale=1.0, slopes=None) for call in calls]
+    angles = [
+        replace(call, q=normalise_vectors(call.q), k=normalise_vectors(call.k), scale=1.0, slopes=None)
+        for call in calls
+    ]
     pairs, weights = torch.zeros(2, BINS, dtype=torch.float64, device=seen.q.device)
     for rows in _chunks(seen, 0, seen.q.shape[2]):
         cosine = _scores(angles, rows)
@@ -147,7 +150,7 @@ def _branches(seen: CapturedAttention) -> list[FoldedBranch]:
     seen = _widened(seen)
     with autocast_disabled(seen.q):
         scale = seen.options.get("scale")
-        return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolved(), *_where(seen), scale, False)
+        return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolve(), *_where(seen), scale, False)
 
 
 def _chunks(seen: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import isentrope
@@ -39,6 +37,7 @@ from isentrope import (
 )
 from isentrope.temperatures import Temperature
 from isentrope.utils.files import write_atomically
+from isentrope.utils.progress import track_progress
 
 RESULTS = "laws.json"
 # sets of keys the queries are spread over, one in memory at a time
@@ -120,7 +119,8 @@ def run(config: Config, out: Path) -> Path:
     with TemporaryFile(dir=out):
         pass  # a folder that cannot be written is an error now, not after the work
     compared = laws(config)
-    rows = [row for n in _with_progress(config.lengths) for row in _rows(config, compared, n)]
+    lengths = track_progress(config.lengths, lambda n: f"n = {n:>6}", weights=config.lengths)
+    rows = [row for n in lengths for row in _rows(config, compared, n)]
     results = {
         "study": "laws",
         "config": asdict(config),
@@ -185,17 +185,6 @@ def _variance(n: int, alpha: float, head_dim: int) -> float:
     """
     once, twice = (float(theory.log_mean_exp(m * alpha, head_dim)) for m in (1, 2))
     return expm1(min(twice - 2 * once, 300)) / n
-
-
-def _with_progress(lengths: list[int]) -> Iterator[int]:
-    console = Console(stderr=True)
-    columns = (TextColumn("n = {task.fields[n]:>6}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=sum(lengths), n=lengths[0])
-        for n in lengths:
-            progress.update(task, n=n)
-            yield n
-            progress.advance(task, n)
 
 
 def _at_least(name: str, value: int, least: int, meaning: str = "") -> None:

@@ -21,8 +21,8 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
 from isentrope.data.corpus import read_documents
-from isentrope.evaluation.loading import causal_model
-from isentrope.evaluation.perplexity import Text
+from isentrope.evaluation.loading import load_causal_model
+from isentrope.evaluation.texts import Text
 from isentrope.hf.capture import CapturedAttention, capture_attention, get_recipe
 from isentrope.hf.extend import extend, restore
 from isentrope.hf.layer_plan import read_train_length
@@ -39,8 +39,8 @@ from isentrope.pretrained import (
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
 from isentrope.utils.files import write_atomically
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 SMOOTH = 5  # bins that a peak is looked for over
 
@@ -156,7 +156,7 @@ def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str 
         # what another recipe learns may have no weights yet
         given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED_WEIGHTS}
         return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=narrow, **given).to(device)
-    model: Any = causal_model(name, narrow)
+    model: Any = load_causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model
@@ -198,7 +198,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     lengths = sorted({*config.lengths, *([trained] if trained and trained <= longest else [])})
     ids = torch.tensor(text.tokens[:longest])[None]
     rows: list[list[dict[str, Any]]] = []
-    for length in progress(lengths, lambda length: f"entropy at {length} tokens"):
+    for length in track_progress(lengths, lambda length: f"entropy at {length} tokens"):
         rows.append(told_entropies(model, ids[:, :length]))
         _check(rows[0], config)
     found = _closer(model, ids, rows[0][config.layer]["index"], config, out)
@@ -219,7 +219,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
         "entropy": entropy,
         "entropy_ratio": None if base is None else [_ratios(row, base) for row in entropy],
         **found,
-        "run": provenance() | {"transformers": transformers.__version__},
+        "run": collect_provenance() | {"transformers": transformers.__version__},
     }
     results = out / "inspect.json"
     with write_atomically(results) as partial:
@@ -270,7 +270,7 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
     def see(seen: CapturedAttention) -> None:
         if seen.index != index:
             return
-        for stage, shown in progress((("before", seen.without_position()), ("after", seen)), f"layer {index}"):
+        for stage, shown in track_progress((("before", seen.without_position()), ("after", seen)), f"layer {index}"):
             pairs, attended = weights.cosines(shown)
             histogram = {"pairs": pairs.tolist(), "attention": attended.tolist()}
             peaks = {"pairs_peak": _peak(pairs), "attention_peak": _peak(attended)}

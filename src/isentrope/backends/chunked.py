@@ -13,7 +13,7 @@ from isentrope.backends import merge
 from isentrope.backends.merge import Kernel, Part
 from isentrope.backends.product import narrow, product
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
 
 # scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
@@ -41,7 +41,7 @@ class Chunked(Kernel):
         lse = torch.full(branch.q.shape[:-1], -torch.inf, dtype=dtype, device=branch.q.device)
         for rows, columns in _chunks(branch):
             scores = _scores(branch, k, rows, columns)
-            weights, top, total = compiled(_weights, (scores,), factors)(scores, factors)
+            weights, top, total = maybe_compile(_weights, (scores,), factors)(scores, factors)
             o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)

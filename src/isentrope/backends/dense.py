@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isentrope.backends.product import product
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 
 
 def refusal(branches: list[FoldedBranch]) -> str | None:
@@ -21,7 +21,7 @@ def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor
     biases = [branch.bias() for branch in branches]
     v = first.v.repeat_interleave(first.groups, 1)
     dtype = v.dtype if first.dropout is None else scores[0].dtype
-    run = compiled(_softmax, (*scores, *masks, *biases), len(branches), first.scale, dtype)
+    run = maybe_compile(_softmax, (*scores, *masks, *biases), len(branches), first.scale, dtype)
     weights, lse = run(scores, masks, biases, first.scale, dtype)
     if first.dropout is not None:
         weights = first.dropout(weights)

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from isentrope.backends.merge import Part, merge
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
 
 BLOCK = 128
@@ -56,7 +56,7 @@ def _branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
     if branch.q.is_cuda:
         # heads, their sizes and the scale are constants of the kernel
         constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, score_mod is None)
-        kernel = compiled(_run, (*tensors, block_mask.kv_indices), *constants)
+        kernel = maybe_compile(_run, (*tensors, block_mask.kv_indices), *constants)
     else:
         kernel = _eager
     return kernel(*tensors, score_mod, block_mask, branch.scale, grouped)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import compiled
+from isentrope.core.compile import maybe_compile
 
 
 class Part(NamedTuple):
@@ -69,7 +69,7 @@ def merge(parts: list[Part], length: int) -> tuple[Tensor, Tensor]:
     outs, lses, firsts = (list(x) for x in zip(*parts, strict=True))
     if len(parts) == 1 and lses[0].shape[2] == length:
         return outs[0], lses[0]
-    return compiled(_merge, outs, outs[0].shape[-1])(outs, lses, firsts, length)
+    return maybe_compile(_merge, outs, outs[0].shape[-1])(outs, lses, firsts, length)
 
 
 class Merged(torch.autograd.Function):

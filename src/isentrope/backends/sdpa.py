@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from isentrope.backends import merge
 from isentrope.backends.merge import Kernel, Part, lengthened
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import generation
+from isentrope.core.compile import cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.region import Band
 
@@ -82,7 +82,7 @@ def triangular(branch: FoldedBranch) -> bool:
 def _half(branch: FoldedBranch) -> bool:
     """What FlashAttention takes at all."""
     size, kind = max(branch.q.shape[-1], branch.v.shape[-1]), branch.q.dtype
-    able = branch.q.is_cuda and kind in (torch.float16, torch.bfloat16) and generation(branch.q.device) >= 8
+    able = branch.q.is_cuda and kind in (torch.float16, torch.bfloat16) and cuda_capability_major(branch.q.device) >= 8
     return able and size % 8 == 0 and size <= MAX_HEAD_DIM
 
 
@@ -165,7 +165,7 @@ def _shape(branch: FoldedBranch) -> Band | None:
     if torch.compiler.is_compiling():  # in a graph a length may be a variable, of which only whole regions are known
         whole = Band(0, queries, 0, keys, inf, 0 if branch.causal else inf)
         return whole if branch.everything or branch.causal else None
-    band = branch.region.spans[0].band(queries, keys)
+    band = branch.region.spans[0].to_band(queries, keys)
     if band is None or band.full or band.causal:
         return band
     # FlashAttention takes a right side as long as the keys for none, also where the queries are more
@@ -267,18 +267,20 @@ def _cudnn(tile: Tile) -> bool:
     """On Hopper and later the fastest for what it knows. Keys that grow by one from call to call would have it make a
     plan for each."""
     known = tile.bias is None and (tile.band.full or tile.band.causal) and min(tile.q.shape[2], tile.k.shape[2]) > 1
-    return known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], generation(tile.q.device))
+    return (
+        known and tile.q.dtype != torch.float32 and _cudnn_takes(tile.q.shape[-1], cuda_capability_major(tile.q.device))
+    )
 
 
-def _cudnn_takes(size: int, generation: int) -> bool:
+def _cudnn_takes(size: int, cuda_capability_major: int) -> bool:
     """Vectors of this size, as PyTorch looks at it before it branches cuDNN itself."""
-    most = 256 if generation == 9 and CUDNN >= 91000 else 128
-    return generation >= 9 and torch.version.hip is None and size % 8 == 0 and size <= most
+    most = 256 if cuda_capability_major == 9 and CUDNN >= 91000 else 128
+    return cuda_capability_major >= 9 and torch.version.hip is None and size % 8 == 0 and size <= most
 
 
 def _flash(tile: Tile) -> bool:
     able = tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
-    return able and generation(tile.q.device) >= 8
+    return able and cuda_capability_major(tile.q.device) >= 8
 
 
 def _sides(band: Band) -> dict[str, int]:

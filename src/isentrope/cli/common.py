@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isentrope.utils.extras import MissingExtraError, named_extras
+from isentrope.utils.extras import MissingExtraError, name_missing_extras
 from isentrope.utils.files import explain_os_error
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -50,7 +50,7 @@ def main(
 def errors_in_one_line() -> Iterator[None]:
     """Print an expected error as one line on stderr and exit with status 2; also usable as a decorator."""
     try:
-        with named_extras():
+        with name_missing_extras():
             yield
     except BrokenPipeError:
         raise  # nobody reads the output any more

@@ -9,10 +9,10 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from isentrope.core.compile import runs_triton
+from isentrope.core.compile import can_run_triton
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
-from isentrope.core.rotation import Angles, fold
+from isentrope.core.rotation import Angles, rotate_and_scale
 
 SIZES = (32, 64, 128, 256)  # of vectors that Triton kernels have
 
@@ -44,7 +44,7 @@ class AttentionCall:
     def refusal(self) -> str | None:
         """Why Triton kernels, which fold queries themselves, cannot take it; gradients aside."""
         q, k, v, turns = self.q, self.k, self.v, self._turns
-        if not runs_triton(q):
+        if not can_run_triton(q):
             return "it needs Triton and a GPU"
         if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
             return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
@@ -73,7 +73,7 @@ class AttentionCall:
         return [self.call(at) for at in self.branches]
 
     def call(self, at: RotatedBranch) -> FoldedBranch:
-        query = fold(self.q, at.query, self.tau, self.normalise, self.interleaved)
+        query = rotate_and_scale(self.q, at.query, self.tau, self.normalise, self.interleaved)
         return FoldedBranch(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
 
     def keys(self, at: RotatedBranch, most: int | None = None) -> Tensor:
@@ -81,7 +81,7 @@ class AttentionCall:
         k, turn = self.k, at.key
         if most is not None:
             k, turn = k[:, :, :most], turn and (turn[0][:, :, :most], turn[1][:, :, :most])
-        return fold(k, turn, None, self.normalise, self.interleaved)
+        return rotate_and_scale(k, turn, None, self.normalise, self.interleaved)
 
     def split_heads(self, most: int) -> Iterator[tuple[slice, AttentionCall]]:
         """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
@@ -150,7 +150,7 @@ class FoldedBranch:
     @property
     def seen(self) -> Tensor:
         """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
-        return self.layout.count("visible", self.region)[:, None]
+        return self.layout.count_keys("visible", self.region)[:, None]
 
     def mask(self, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         return self.layout.visible(self.region, rows, columns)

@@ -26,40 +26,44 @@ def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def cpu_dtype(
+def choose_load_dtype(
     saved: torch.dtype | str | None, requested: torch.dtype | str | None, device: torch.device | str | None = None
 ) -> torch.dtype | str:
-    """The `dtype` to load weights in: what is requested, else as saved, except half precision on a CPU.
+    """Choose the dtype to load weights in: as requested, else as saved, but float32 for half precision on a CPU.
 
-    Processors without instructions for it compute in half precision up to sixty times slower than in float32, so that
-    is what such weights become there, which a line on the logger `isentrope` says once.
+    CPUs without half-precision instructions are up to sixty times slower in it than in float32. The change is logged
+    once, on the logger `isentrope`.
 
     Args:
-        saved: precision of the weights (`config.dtype`, or `pretrained.saved_dtype`); None where it is not known.
-        requested: the caller's choice, which always holds. "auto" means as saved, None that nothing was chosen.
-        device: where the model runs. None where the caller may still move it: a CPU if there is no accelerator.
+        saved: dtype of the weights (`config.dtype`, or `pretrained.saved_dtype`); None if unknown.
+        requested: the caller's choice, which takes precedence; "auto" means as saved, None no choice.
+        device: where the model runs; None if undecided, which counts as a CPU where there is no accelerator.
 
     Returns:
-        A dtype, or "auto" for weights as they are saved, for the `dtype=` of `from_pretrained`.
+        A dtype or "auto", for the `dtype=` of `from_pretrained`.
     """
     if requested is not None:
-        return "auto" if requested == "auto" else to_dtype(requested)
+        return "auto" if requested == "auto" else parse_dtype(requested)
     if not _runs_on_cpu(device):
         return "auto"
-    saved = None if saved in (None, "auto") else to_dtype(saved)
+    saved = None if saved in (None, "auto") else parse_dtype(saved)
     if saved is None or saved in HALF:
         if saved is not None:
-            _say_widened(str(saved).removeprefix("torch."))
+            _warn_widened(str(saved).removeprefix("torch."))
         return torch.float32
     return "auto"
 
 
-def to_dtype(name: torch.dtype | str | None) -> torch.dtype:
-    """A dtype by its name, with or without `torch.` before it."""
-    found = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+def parse_dtype(name: torch.dtype | str | None) -> torch.dtype:
+    """Return the dtype with this name, which may begin with `torch.`.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype: expected a dtype of torch such as float32 or bfloat16, got {name!r}")
-    return found
+    return dtype
 
 
 def _runs_on_cpu(device: torch.device | str | None) -> bool:
@@ -69,5 +73,5 @@ def _runs_on_cpu(device: torch.device | str | None) -> bool:
 
 
 @cache
-def _say_widened(name: str) -> None:
+def _warn_widened(name: str) -> None:
     logger.warning("weights are %s; using float32 on this CPU (dtype %s keeps them)", name, name)

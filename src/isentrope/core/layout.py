@@ -1,41 +1,51 @@
-"""Where the queries and keys of one call sit: positions, padding, documents.
+"""Layouts: positions, padding and documents of the queries and keys of one call.
 
 Everything is derived per query as index intervals over the keys, in O(queries) memory.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from math import inf
-from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
 from isentrope.core.compile import values_are_readable
+from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
 from isentrope.core.region import Region, Span
-from isentrope.utils.text import format_value
 
-PositionIds = Tensor | tuple[Tensor, Tensor]
 Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
-# layouts kept between calls, and what is kept with each: angles and block masks grow with the length
-MAX_LAYOUTS = 2
-MAX_CACHED_VALUES = 16
-_ABSENT = object()
 
 
 class Layout:
     """The geometry of one attention call.
 
-    query, key: positions (batch or 1, length). Each query looks into one frame of the keys, `frame_low ≤ slot <
-    frame_high`: its row without padding, or its document. Positions count from `origin`, the frame's first slot unless
-    a cache has let go of the keys before.
+    A slot is an index into the keys. Each query sees keys of one frame alone, `frame_low ≤ slot < frame_high`: its row
+    without padding, or its document. Positions count from `origin`, the frame's first slot unless a cache has dropped
+    earlier keys.
 
-    frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries) each.
-    With as many keys as queries, key j has the frame of query j; otherwise a row is one frame, that of its last query.
+    Args:
+        batch, queries, keys, device: sizes of the call.
+        lengths: unpadded keys of each row, (batch,).
+        left_padded: whether padding is on the left.
+        documents: ids (batch or 1, keys); a run of equal ids is a document.
+        frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries)
+            each. With as many keys as queries, key j has the frame of query j; otherwise all keys of a row have the
+            frame of its last query.
+        position_ids: positions of keys, of queries, or a pair of both; by default, they count from the frame's origin.
+
+    Attributes:
+        query, key: positions, (batch or 1, length).
+        own_slot: the slot that each query is aligned with, (batch or 1, queries).
+        offset: own slot minus query index, where it is the same for all rows.
+        padded: whether rows may have padding.
+        anchored: whether every frame begins at slot 0.
+        framed: whether the caller gave `frames`.
+        implicit: whether positions are the default ones.
     """
 
     def __init__(
@@ -52,21 +62,21 @@ class Layout:
         position_ids: PositionIds | None = None,
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
-        self._memory: dict[Hashable, Any] = {}
+        self._values: LRUCache[Hashable, Any] | None = None
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
         if frames is None:
-            self._frame_rows(lengths, left_padded, documents)
+            self._compute_frames(lengths, left_padded, documents)
         else:
-            self._take(frames)
+            self._set_frames(frames)
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.implicit = position_ids is None
         if position_ids is not None:
-            self._place(position_ids)
+            self._set_positions(position_ids)
 
-    def _take(self, frames: Frames) -> None:
-        """Frames as the caller knows them."""
+    def _set_frames(self, frames: Frames) -> None:
+        """Take frames from the caller."""
         self.origin, high, slot = frames
         self.padded, self.anchored, self.offset = True, False, None
         self.frame_low, self.frame_high = self.origin.clamp_min(0), high.clamp_max(self.keys)
@@ -77,19 +87,21 @@ class Layout:
         self.key = self.slots[None] - low
         self.query, self.own_slot = slot - self.origin, slot
 
-    def _frame_rows(self, lengths: Tensor | Sequence[int] | None, left_padded: bool, documents: Tensor | None) -> None:
-        """Frames from what is padding and where documents begin."""
+    def _compute_frames(
+        self, lengths: Tensor | Sequence[int] | None, left_padded: bool, documents: Tensor | None
+    ) -> None:
+        """Compute frames from padding and documents."""
         batch, queries, keys, device = self.batch, self.queries, self.keys, self.device
         slots = self.slots[None]
-        # frame of every key slot
+        # the frame of every key slot
         low, high = torch.zeros_like(slots), torch.full_like(slots, keys)
         self.padded = lengths is not None
         if lengths is not None:
-            count = _check_lengths(lengths, batch, keys, device)[:, None]
+            count = check_lengths(lengths, batch, keys, device)[:, None]
             low, high = (keys - count, high) if left_padded else (low, count)
             low, high = torch.broadcast_tensors(low, high)
         if documents is not None:
-            run_low, run_high = runs(_check_documents(documents, batch, keys, device))
+            run_low, run_high = find_runs(check_documents(documents, batch, keys, device))
             low, high = torch.maximum(low, run_low), torch.minimum(high, run_high)
         low, high = low.expand(-1, keys), high.expand(-1, keys)
         self._key_frame, self._key_origin = (low, high), low
@@ -108,11 +120,11 @@ class Layout:
         self.query = self.key if queries == keys else index - self.frame_low
         self.origin = self.frame_low
 
-    def _place(self, position_ids: PositionIds) -> None:
-        """Take positions from the caller. Spans then become intervals by searching the sorted key positions."""
-        query, key = _check_position_ids(position_ids, self.batch, self.queries, self.keys, self.device)
+    def _set_positions(self, position_ids: PositionIds) -> None:
+        """Take positions from the caller; spans become intervals by searching the sorted key positions."""
+        query, key = check_position_ids(position_ids, self.batch, self.queries, self.keys, self.device)
         if query is None and key is not None:
-            query = key if self.queries == self.keys else _at(key, self.own_slot)
+            query = key if self.queries == self.keys else _positions_at(key, self.own_slot)
         self.query = self.query if query is None else query
         self.key = self.key if key is None else key
         low, high = self._key_frame
@@ -125,7 +137,7 @@ class Layout:
                 "position_ids: expected key positions that do not decrease within a row (or within a document: "
                 "pass mask=Document(ids) for packed rows), got a decrease"
             )
-        # frames follow one another: shifting each by its first slot keeps the row sorted; padding goes to the ends
+        # frames are consecutive: shifting each by its first slot keeps the row sorted; padding sorts to the ends
         stride = 1 << 40
         order = torch.where(
             slots < low, -stride, torch.where(slots >= high, stride * (self.keys + 1), key + low * stride)
@@ -133,27 +145,20 @@ class Layout:
         self._sorted = (order.contiguous(), self.frame_low * stride)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned the first time: calls that share a layout, as the layers of a model do, share it."""
+        """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
             return make()
-        made: Any = self._memory.get(key, _ABSENT)
-        if made is _ABSENT:
-            with torch.inference_mode(False):  # or a later call could not save it for its backward
-                made = make()
-        with _lock:
-            self._memory.pop(key, None)
-            self._memory[key] = made  # the last again
-            while len(self._memory) > MAX_CACHED_VALUES:
-                del self._memory[next(iter(self._memory))]
-        return made
+        if self._values is None:  # made here, for a layout that is part of a traced graph has none
+            self._values = LRUCache(MAX_LAYOUT_VALUES)
+        return self._values.get(key, make)
 
     @property
     def plain(self) -> bool:
-        """Whether every row is one whole, unpadded sequence at its natural positions."""
+        """Whether every row is one unpadded sequence at its default positions."""
         return self.implicit and not self.padded and self.anchored
 
     def padding(self) -> tuple[Tensor, Tensor]:
-        """Queries (batch or 1, queries) that stand at no token, and slots (batch or 1, keys) that no query sees."""
+        """Return padding queries (batch or 1, queries) and slots that no query sees (batch or 1, keys), as booleans."""
         return self.cached("padding", self._padding)
 
     def _padding(self) -> tuple[Tensor, Tensor]:
@@ -163,20 +168,20 @@ class Layout:
 
     @property
     def banded(self) -> bool:
-        """Whether a span is the same band of slots in every row, so that `key_range` can narrow it."""
+        """Whether a span is the same band of slots in every row, so that `key_range` can bound it."""
         return self.implicit and self.offset is not None
 
     def simplify(self, region: Region) -> Region:
-        """The region without what cannot matter at this size; where the caller places queries, it is left alone."""
+        """Drop what does not matter at this size; unchanged where the caller gave positions or frames."""
         natural = self.implicit and not self.framed and self.queries <= self.keys
-        return region.within(self.queries, self.keys) if natural else region
+        return region.simplify(self.queries, self.keys) if natural else region
 
     def bounds(self, region: Region) -> tuple[Tensor, Tensor]:
-        """Each query's visible slots: low, high (batch or 1, queries, spans), intervals [low, high)."""
+        """Return each query's visible slots as intervals [low, high), (batch or 1, queries, spans) each."""
         return self.cached(("bounds", region), lambda: self._bounds(region))
 
     def visible(self, region: Region, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """Visible pairs, (batch or 1, 1, rows, columns)."""
+        """Return which pairs are visible, (batch or 1, 1, rows, columns)."""
         low, high = self.bounds(region)
         slots = self.slots if columns is None else self.slots[columns]
         if rows is not None:
@@ -203,7 +208,7 @@ class Layout:
         )
 
     def _slot(self, fixed: float, relative: float, latest: bool) -> Tensor | None:
-        """The first slot at or after the later (or earlier) of the positions `fixed` and query + `relative`."""
+        """Return the first slot at or after the later (or earlier) of the positions `fixed` and query + `relative`."""
         position: Tensor | None = None
         if abs(relative) != inf:
             position = self.query + int(relative)
@@ -218,12 +223,12 @@ class Layout:
         if self._sorted is None:
             return position + self.origin
         order, shift = self._sorted
-        wanted = position + shift
-        rows = max(order.shape[0], wanted.shape[0])
-        return torch.searchsorted(order.expand(rows, -1).contiguous(), wanted.expand(rows, -1).contiguous())
+        target = position + shift
+        rows = max(order.shape[0], target.shape[0])
+        return torch.searchsorted(order.expand(rows, -1).contiguous(), target.expand(rows, -1).contiguous())
 
     def key_range(self, region: Region, first: int, last: int) -> tuple[int, int]:
-        """Slots that queries first … last - 1 may see, as plain numbers; never too few."""
+        """Return an interval of slots that contains all that queries first … last - 1 see, as plain integers."""
         if not self.banded or self.offset is None:
             return 0, self.keys
         low, high = self.keys, 0
@@ -236,95 +241,66 @@ class Layout:
                 low, high = min(low, int(a)), max(high, int(b))
         return (low, high) if low < high else (0, 0)
 
-    def count(self, what: str, region: Region) -> Tensor:
-        """n for each query (batch or 1, queries): keys seen, keys of the row, or position + 1."""
-        if what == "visible":
+    def count_keys(self, kind: str, region: Region) -> Tensor:
+        """Return n for each query, (batch or 1, queries).
+
+        Args:
+            kind: "visible": keys it sees in the region; "sequence": keys of its frame; "position": its position + 1.
+            region: the visible keys.
+        """
+        if kind == "visible":
             low, high = self.bounds(region)
-            return self.cached(("count", region), lambda: (high - low).sum(-1))
-        return self.query + 1 if what == "position" else self.frame_high - self.origin
+            return (high - low).sum(-1)
+        return self.query + 1 if kind == "position" else self.frame_high - self.origin
 
     @property
     def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:
-        """Keys in the frame of each query and of each key: numbers where every frame is the whole row."""
+        """Number of keys in the frame of each query and of each key; plain integers where frames are whole rows."""
         if not self.padded and self.anchored:
             return self.keys, self.keys
         return self.frame_high - self.origin, self._key_frame[1] - self._key_origin
 
 
-_recent: OrderedDict[Hashable, Layout] = OrderedDict()
-_lock = Lock()  # models may run in several threads
+_recent = LRUCache[Hashable, "Layout"](MAX_LAYOUTS)
 
 
-def layout_of(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
-    """A layout; the last few of whole, unpadded rows are kept, for they return with every layer and step."""
+def get_layout(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
+    """Return a layout; those of unpadded rows are cached, since every layer and step asks for the same one."""
     given = any(value is not None and value is not False for value in rows.values())
     probe = torch.empty(0, device=device)
-    if (
-        given or type(probe) is not Tensor or not values_are_readable(probe)
-    ):  # padded, or a graph is being traced or captured
+    # a padded layout is the caller's own, and tensors of a traced or captured graph must not outlive it
+    if given or type(probe) is not Tensor or not values_are_readable(probe):
         return Layout(batch, queries, keys, device, **rows)
-    key = (batch, queries, keys, device)
-    with _lock:
-        layout = _recent.pop(key, None)
-        if layout is None:
-            with torch.inference_mode(False):
-                layout = Layout(batch, queries, keys, device)
-        _recent[key] = layout  # the last again
-        while len(_recent) > MAX_LAYOUTS:
-            _recent.popitem(last=False)
-    return layout
+    return _recent.get((batch, queries, keys, device), lambda: Layout(batch, queries, keys, device))
 
 
-def token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last token of each row, (batch, 1), of a mask (batch, slots) with 0 at padding."""
-    seen = mask.to(torch.int64)
-    first = seen.argmax(1, keepdim=True)
-    last = mask.shape[1] - 1 - seen.flip(1).argmax(1, keepdim=True)
-    count = seen.sum(1, keepdim=True)
+def find_token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and last token of each row, (batch, 1) each, of a mask (batch, slots) with 0 at padding.
+
+    Raises:
+        ValueError: there is padding between tokens.
+    """
+    tokens = mask.to(torch.int64)
+    first = tokens.argmax(1, keepdim=True)
+    last = mask.shape[1] - 1 - tokens.flip(1).argmax(1, keepdim=True)
+    count = tokens.sum(1, keepdim=True)
     last = torch.where(count == 0, first - 1, last)
     if values_are_readable(mask) and bool((count != last - first + 1).any()):
         raise ValueError("attention_mask: expected padding on the left or right of each row, got it between tokens")
     return first, last
 
 
-def token_frames(mask: Tensor) -> Frames | None:
-    """Frames of rows that a mask (batch, slots) pads; None where it is known to pad nothing."""
+def find_token_frames(mask: Tensor) -> Frames | None:
+    """Return the frames of rows padded by a mask (batch, slots); None if it is known to pad nothing."""
     if values_are_readable(mask) and bool(mask.all()):
         return None
-    first, last = token_span(mask)
+    first, last = find_token_span(mask)
     slots = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
     return first.expand_as(slots), (last + 1).expand_as(slots), slots
 
 
-def _integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: expected a tensor of integers, got {format_value(value)}") from error
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
-    return tensor.to(device=device, dtype=torch.int64)
-
-
-def _check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, device: torch.device) -> Tensor:
-    count = _integers(lengths, "lengths", device)
-    if count.shape != (batch,):
-        raise ValueError(f"lengths: expected shape ({batch},), one number a row, got {tuple(count.shape)}")
-    if values_are_readable(count) and bool(((count < 0) | (count > keys)).any()):
-        raise ValueError(f"lengths: expected values in 0 … {keys} (the number of keys), got {count.tolist()}")
-    return count
-
-
-def _check_documents(documents: Tensor, batch: int, keys: int, device: torch.device) -> Tensor:
-    given = _integers(documents, "Document(ids)", device)
-    ids = torch.atleast_2d(given)
-    if ids.shape not in ((1, keys), (batch, keys)):
-        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(given.shape)}")
-    return ids
-
-
-def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """First slot, and slot after the last, of the run of equal ids that each slot is in."""
+def find_runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bounds [low, high) of the run of equal ids that each slot is in."""
     slots = torch.arange(ids.shape[1], device=ids.device)
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -335,33 +311,8 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _at(positions: Tensor, slots: Tensor) -> Tensor:
-    """Positions (batch or 1, keys) at these slots (batch or 1, queries), counted on backwards before the first."""
+def _positions_at(positions: Tensor, slots: Tensor) -> Tensor:
+    """Return positions (batch or 1, keys) at slots (batch or 1, queries), extrapolated before the first key."""
     rows = max(positions.shape[0], slots.shape[0])
-    held = slots.clamp(0, positions.shape[1] - 1)
-    return positions.expand(rows, -1).gather(1, held.expand(rows, -1)) + (slots - held)
-
-
-def _check_position_ids(
-    position_ids: PositionIds, batch: int, queries: int, keys: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Positions of queries and keys.
-
-    One tensor as long as the keys gives the keys, each query being at that of its own slot; one as long as the queries
-    gives the queries, the keys staying at 0 … keys - 1; a pair gives both.
-    """
-    given = position_ids if isinstance(position_ids, tuple) else (position_ids,)
-    tensors = [torch.atleast_2d(_integers(ids, "position_ids", device)) for ids in given]
-    for ids in tensors:
-        if ids.dim() != 2 or ids.shape[0] not in (1, batch):
-            raise ValueError(f"position_ids: expected ({batch}, length) or (length,), got {tuple(ids.shape)}")
-    if len(tensors) == 2 and (tensors[0].shape[1], tensors[1].shape[1]) == (queries, keys):
-        return tensors[0], tensors[1]
-    if len(tensors) == 1 and tensors[0].shape[1] == keys and queries <= keys:
-        return None, tensors[0]
-    if len(tensors) == 1 and tensors[0].shape[1] == queries:
-        return tensors[0], None
-    raise ValueError(
-        f"position_ids: expected {keys} positions for the keys, {queries} for the queries, or a pair of both, "
-        f"got {' and '.join(str(tuple(ids.shape)) for ids in tensors)}"
-    )
+    inside = slots.clamp(0, positions.shape[1] - 1)
+    return positions.expand(rows, -1).gather(1, inside.expand(rows, -1)) + (slots - inside)

@@ -1,7 +1,7 @@
-"""Which keys a query sees, written as a formula: a region is a disjoint union of spans.
+"""Regions: which keys a query sees, as a disjoint union of spans.
 
-Every mask and every branch of every position method in this package is such a region, so visible keys
-are counted, tiles are cut and block masks are built from four numbers a span, never from an n × n array.
+Every mask and every branch of a position method is a region, so that visible keys are counted, tiles are cut and block
+masks are built from four numbers per span, never from an n × n array.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import inf
 
 @dataclass(frozen=True)
 class Band:
-    """Queries first … last - 1 against keys begin … end - 1, the last query facing the last key and so on backwards.
+    """Queries first … last - 1 against keys begin … end - 1, aligned at their ends: the last query with the last key.
 
-    A query sees `left` keys before the one it faces and `right` after it (inf: all of them), and at least one.
+    A query sees `left` keys before its own and `right` after it (inf: all of them), and at least one.
     """
 
     first: int
@@ -30,7 +30,7 @@ class Band:
 
     @property
     def causal(self) -> bool:
-        """A lower triangle with its diagonal."""
+        """Whether this is a lower triangle with its diagonal."""
         return self.left == inf and self.right == 0 and self.last - self.first == self.end - self.begin
 
 
@@ -56,7 +56,7 @@ class Span:
         )
 
     def __sub__(self, other: Span) -> tuple[Span, ...]:
-        """What is left without `other`, cut along its four edges into disjoint spans."""
+        """Return the rest without `other`, cut along its four edges into disjoint spans."""
         keys = Span(other.start, other.stop)
         cuts = (
             Span(stop=other.start),
@@ -64,11 +64,11 @@ class Span:
             keys & Span(high=other.low),
             keys & Span(low=other.high),
         )
-        pieces = [self & cut for cut in cuts]
-        return tuple(piece for piece in pieces if not piece.empty)
+        spans = [self & cut for cut in cuts]
+        return tuple(span for span in spans if not span.empty)
 
-    def within(self, queries: int, keys: int) -> Span:
-        """The same keys with bounds dropped that cannot bind for the last `queries` of positions 0 … keys - 1."""
+    def simplify(self, queries: int, keys: int) -> Span:
+        """Drop the bounds that never bind for queries at the last `queries` of positions 0 … keys - 1."""
         return Span(
             -inf if self.start <= 0 else self.start,
             inf if self.stop >= keys else self.stop,
@@ -76,28 +76,28 @@ class Span:
             inf if self.high >= queries else self.high,
         )
 
-    def band(self, queries: int, keys: int) -> Band | None:
-        """The same pairs as a band of slots, queries being the last of the keys; None where there are none."""
+    def to_band(self, queries: int, keys: int) -> Band | None:
+        """Return the same pairs as a band of slots, queries being the last of the keys; None if there are no pairs."""
         first, last, begin, end = 0, queries, int(max(0, self.start)), int(min(keys, self.stop))
-        shift = keys - end  # of the key that a query faces, from the one at its position
+        shift = keys - end  # from the key at a query's position to the key it is aligned with
         left, right = -(self.low + shift), self.high - 1 + shift
-        if right < 0:  # nobody sees the last keys
+        if right < 0:  # no query sees the last keys
             end, left, right = end + int(right), left + right, 0
-        if left < 0:  # the last queries see nobody
+        if left < 0:  # the last queries see no key
             last, left, right = last + int(left), 0, right + left
         ahead = (end - begin) - (last - first)
-        if ahead + right < 0:  # nor do the first queries
+        if ahead + right < 0:  # the first queries see no key
             first -= int(ahead + right)
         ahead = (end - begin) - (last - first)
-        if ahead - left > 0:  # and nobody sees the first keys
+        if ahead - left > 0:  # no query sees the first keys
             begin += int(ahead - left)
         if first >= last or begin >= end:
             return None
         rows, columns = last - first, end - begin
         return Band(first, last, begin, end, inf if left >= columns - 1 else left, inf if right >= rows - 1 else right)
 
-    def vanishes(self, queries: int, keys: int) -> bool:
-        """Whether no pair of such positions lies in the span."""
+    def is_empty_within(self, queries: int, keys: int) -> bool:
+        """Return whether the span has no pair of queries and keys at those positions."""
         outside = self.start >= keys or self.stop <= 0 or self.low >= queries or self.high <= 1 - keys
         return self.empty or outside
 
@@ -116,14 +116,15 @@ class Region:
         return Region(self.spans + (other - self).spans)
 
     def __sub__(self, other: Region) -> Region:
-        left = self.spans
+        remaining = self.spans
         for cut in other.spans:
-            left = tuple(piece for span in left for piece in span - cut)
-        return Region(left)
+            remaining = tuple(rest for span in remaining for rest in span - cut)
+        return Region(remaining)
 
-    def within(self, queries: int, keys: int) -> Region:
-        """The region in its simplest form for queries at the last `queries` of positions 0 … keys - 1."""
-        return Region(tuple(span.within(queries, keys) for span in self.spans if not span.vanishes(queries, keys)))
+    def simplify(self, queries: int, keys: int) -> Region:
+        """Drop spans and bounds that do not matter for queries at the last `queries` of positions 0 … keys - 1."""
+        spans = (span for span in self.spans if not span.is_empty_within(queries, keys))
+        return Region(tuple(span.simplify(queries, keys) for span in spans))
 
 
 EVERYTHING = Region((Span(),))
@@ -131,10 +132,10 @@ CAUSAL = Region((Span(high=1),))
 
 
 def band(low: float, high: float) -> Region:
-    """Keys with low ≤ j - i < high."""
+    """Return the region of keys with low ≤ j - i < high."""
     return Region((Span(low=low, high=high),))
 
 
-def first(count: int) -> Region:
-    """The first `count` keys."""
+def first_keys(count: int) -> Region:
+    """Return the region of the first `count` keys."""
     return Region((Span(stop=count),))

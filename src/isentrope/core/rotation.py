@@ -1,6 +1,6 @@
-"""What is done to a query or key before attention: normalise, rotate, multiply by τ, in one pass.
+"""Normalise, rotate and scale queries and keys, in one pass.
 
-All of it folds into q and k, so that any attention kernel runs every method unchanged.
+All of it goes into q and k, so that any attention kernel runs every method unchanged.
 """
 
 from __future__ import annotations
@@ -12,47 +12,58 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from isentrope.core.compile import compiled, runs_triton
+from isentrope.core.compile import can_run_triton, maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.scores import unit
 
-Angles = tuple[Tensor, Tensor]
+Angles = tuple[Tensor, Tensor]  # cos and sin
 
 
-def angles(position: Tensor | float | None, frequencies: Tensor, dtype: torch.dtype) -> Angles | None:
-    """cos and sin of position · θ, (batch or 1, 1, length or 1, pairs); None where nothing turns.
+def compute_angles(position: Tensor | float | None, frequencies: Tensor, dtype: torch.dtype) -> Angles | None:
+    """Return cos and sin of position · θ, (batch or 1, 1, length or 1, pairs) each; None for no rotation.
 
     The product is formed in `dtype`, as transformers forms it: models have been trained with its rounding.
     """
     if position is None:
         return None
     if isinstance(position, Tensor):
-        turn = position.to(dtype)[..., None] * frequencies
+        angle = position.to(dtype)[..., None] * frequencies
     else:
-        turn = (position * frequencies).reshape(1, -1, frequencies.shape[-1])
-    turn = turn[:, None]
-    return turn.cos(), turn.sin()
+        angle = (position * frequencies).reshape(1, -1, frequencies.shape[-1])
+    angle = angle[:, None]
+    return angle.cos(), angle.sin()
 
 
-def fold(
-    x: Tensor, turn: Angles | None = None, tau: Tensor | None = None, normalise: bool = False, interleaved: bool = False
+def rotate_and_scale(
+    x: Tensor,
+    angles: Angles | None = None,
+    tau: Tensor | None = None,
+    normalise: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
-    """x (batch, heads, length, d) ready for a kernel; tau (batch or 1, heads or 1, length)."""
-    if turn is None and tau is None and not normalise:
+    """Return τ · R(angles) x, of x / ‖x‖ if `normalise`, in x's dtype.
+
+    Args:
+        x: queries or keys, (batch, heads, length, d).
+        angles: cos and sin from `compute_angles`.
+        tau: temperatures, (batch or 1, heads or 1, length).
+        normalise: divide each vector by its length first.
+        interleaved: pairs are (2m, 2m + 1) rather than (m, m + d/2).
+    """
+    if angles is None and tau is None and not normalise:
         return x
-    cos, sin = (None, None) if turn is None else turn
+    cos, sin = (None, None) if angles is None else angles
     if _has_kernel(x, cos, tau, normalise, interleaved):
-        differentiated = (x.requires_grad and torch.is_grad_enabled()) or _transformed()
-        run = Folded.apply if differentiated else _kernel
+        differentiated = (x.requires_grad and torch.is_grad_enabled()) or _is_transformed()
+        run = RotateAndScale.apply if differentiated else _launch
         return run(x, cos, sin, tau, normalise)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
-    run = compiled(_fold, (x, cos, tau), *sizes, normalise, interleaved)
+    run = maybe_compile(_rotate_and_scale, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
 
 
 def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool) -> bool:
-    """Whether the Triton kernel does this: whole vectors laid out in halves, and no gradient but that of rotation."""
-    if torch.compiler.is_compiling() or not runs_triton(x):  # a graph fuses this with what is around it
+    """Return whether the Triton kernel supports this: whole vectors in half layout, gradients of rotation alone."""
+    if torch.compiler.is_compiling() or not can_run_triton(x):  # a graph fuses this with its surroundings
         return False
     if x.dtype == torch.float64 or x.stride(-1) != 1 or x.shape[-1] % 2:
         return False
@@ -62,43 +73,43 @@ def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bo
     return not (learns and torch.is_grad_enabled())
 
 
-def _transformed() -> bool:
-    """Whether derivatives are taken forwards, or by torch.func: what a Function refuses, and a launch would not see."""
+def _is_transformed() -> bool:
+    """Return whether forward-mode AD or torch.func is active: a Function raises there, a bare launch would not."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _kernel(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, back: bool = False
+def _launch(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, inverse: bool = False
 ) -> Tensor:
-    from isentrope.core.rotation_kernel import launch  # Triton is not everywhere
+    from isentrope.core.rotation_kernel import launch  # Triton may not be installed
 
-    return launch(x, cos, sin, tau, normalise, back)
+    return launch(x, cos, sin, tau, normalise, inverse)
 
 
-class Folded(torch.autograd.Function):
-    """The Triton kernel, and its gradient: the same kernel, turning back."""
+class RotateAndScale(torch.autograd.Function):
+    """The Triton kernel and its gradient: the same kernel with the inverse rotation."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin, tau)
-        return _kernel(x, cos, sin, tau, normalise)
+        return _launch(x, cos, sin, tau, normalise)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         cos, sin, tau = ctx.saved_tensors
-        return _kernel(grad, cos, sin, tau, normalise=False, back=True), None, None, None, None
+        return _launch(grad, cos, sin, tau, normalise=False, inverse=True), None, None, None, None
 
 
-def _fold(
+def _rotate_and_scale(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool
 ) -> Tensor:
     y = x.to(accumulation_dtype(x))
     if normalise:
-        y = unit(y)
+        y = normalise_vectors(y)
     if cos is not None and sin is not None:
         y = rotate(y, cos, sin, interleaved)
     if tau is not None:
@@ -107,13 +118,24 @@ def _fold(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn each pair (a, b) of the first 2 · pairs entries to (a cos - b sin, b cos + a sin), in place in the vector.
+    """Rotate each pair (a, b) of the first 2 · pairs entries to (a cos - b sin, b cos + a sin).
 
-    Writing pairs back where they stood, in both layouts, means that an operand left unrotated needs no permutation.
+    Pairs stay where they are in both layouts, so that an operand left unrotated needs no permutation.
     """
     pairs = cos.shape[-1]
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
-    turned = a * cos - b * sin, b * cos + a * sin
-    head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat((head, rest), -1) if rest.shape[-1] else head
+
+
+def normalise_vectors(x: Tensor) -> Tensor:
+    """Return x / ‖x‖ along the last axis; a zero vector stays zero. Expects fp32 or wider."""
+    # Dividing by the largest entry keeps the sum of squares from overflow and underflow. The result does not depend on
+    # it, so no gradient passes through amax: that would look for the entry equal to the maximum, which a compiler that
+    # recomputes x with other rounding may not find.
+    peak = x.detach().abs().amax(-1, keepdim=True)
+    x = x / torch.where(peak > 0, peak, torch.ones_like(peak))
+    # the sum is at least 1 unless x is zero: then the floor keeps the gradient finite
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True).clamp_min(0.5))

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
 logger = logging.getLogger("isentrope")
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -192,7 +192,7 @@ def _is_record(data: Any, column: str) -> bool:
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[ReadResult]:
-    with named_extras():
+    with name_missing_extras():
         from pyarrow.parquet import ParquetFile
     number = 0
     for batch in ParquetFile(path).iter_batches(64):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import isentrope.models  # noqa: F401  AutoModel then knows GAU-α
-from isentrope.core.dtypes import cpu_dtype
+from isentrope.core.dtypes import choose_load_dtype
 from isentrope.pretrained import load_pretrained, saved_dtype
 
 CHUNK_TOKENS, MAX_DOCUMENT_TOKENS = 512, 4096
@@ -31,7 +31,7 @@ def mean_hidden_states(
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     config = AutoConfig.from_pretrained(name)
-    dtype = cpu_dtype(saved_dtype(name, config.dtype), None, device)
+    dtype = choose_load_dtype(saved_dtype(name, config.dtype), None, device)
     # Masked models have no pooler weights, and hidden states do not need them.
     model: Any = load_pretrained(AutoModel, name, unused=("pooler",), dtype=dtype).to(device).eval()
     own = _load_tokenizer(name)

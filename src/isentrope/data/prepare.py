@@ -20,8 +20,8 @@ from isentrope.data.store import TokenStore, store_paths, tokenize
 from isentrope.models.tokenizer import build_bert_tokenizer, build_character_tokenizer
 from isentrope.pretrained import read_tokenizer
 from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
 CHARACTERS = "characters"
@@ -108,7 +108,7 @@ def prepare(source: Source, out: Path, options: PrepareOptions, notify: Callable
         "near_duplicates": near_duplicates,
         "counts": store.counts | {"kept": len(store)},
         "statistics": {name: _summarize_lengths(store.lengths[sets == name]) for name in partition.SETS},
-        "run": provenance(),
+        "run": collect_provenance(),
         "documents": [{"set": name} | row for name, row in zip(sets.tolist(), rows, strict=True)],
     }
     with write_atomically(out / MANIFEST) as partial:
@@ -138,7 +138,7 @@ def _build_tokenizer(source: Source, fingerprint: str, saved: Path, options: Pre
     if options.tokenizer == CHARACTERS:
         if _read_origin(saved / MADE_FROM) == _describe_origin(fingerprint, options):
             return read_tokenizer(saved)
-        texts = (document.text for document in progress(source.documents(), "characters", source.limit))
+        texts = (document.text for document in track_progress(source.documents(), "characters", source.limit))
         return build_character_tokenizer(
             (text for text in texts if text is not None), options.vocab_size or DEFAULT_VOCAB_SIZE
         )
@@ -177,7 +177,7 @@ def _tokenize(
 ) -> TokenStore:
     if all(path.exists() for path in store_paths(out, key)):
         notify(f"reusing tokens of an earlier run: {store_paths(out, key)[0]}")
-    store = tokenize(progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
+    store = tokenize(track_progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
     if not len(store):
         read = store.counts["read"]
         raise ValueError(f"source: expected documents longer than {longer_than} tokens, got none among {read}")
@@ -187,7 +187,7 @@ def _tokenize(
 def _find_near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Return the first near-duplicate of each document, and the manifest's summary."""
     k = duplicates.choose_shingle_size(store.count_tokens(), int(store.lengths.max()))
-    documents = progress(store, "near-duplicates", len(store))
+    documents = track_progress(store, "near-duplicates", len(store))
     signatures = np.stack([duplicates.compute_signature(tokens, k) for tokens in documents])
     first_copies = duplicates.cluster_near_duplicates(signatures, duplicates.MIN_JACCARD)
     sizes = np.bincount(first_copies)
@@ -198,7 +198,7 @@ def _find_near_duplicates(store: TokenStore) -> tuple[NDArray[np.int64], dict[st
 def _compute_features(
     store: TokenStore, indices: NDArray[np.int64], tokenizer: Any, model: str | None
 ) -> tuple[NDArray[np.float64], dict[str, Any]]:
-    documents = progress([store[index] for index in indices.tolist()], "features")
+    documents = track_progress([store[index] for index in indices.tolist()], "features")
     if model is None:
         rows, kind = [partition.bigram_features(tokens) for tokens in documents], "hashed token bigrams"
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from isentrope.data import corpus
 from isentrope.data.corpus import CorpusError, Document, parse_record, read_documents, read_sympy_documents
 from isentrope.data.prepared import MANIFEST
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
 logger = logging.getLogger("isentrope")
 HUB_PREFIX = "hub:"
@@ -113,7 +113,7 @@ class Source:
 
     @cached_property
     def _builder(self) -> Any:
-        with named_extras():
+        with name_missing_extras():
             from datasets import load_dataset_builder
         name = self.location.removeprefix(HUB_PREFIX)
         try:

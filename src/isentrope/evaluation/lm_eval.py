@@ -15,15 +15,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from isentrope import __version__
-from isentrope.evaluation.perplexity import PLAIN, check_recipes
+from isentrope.evaluation.recipes import PLAIN, check_recipes
 from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
-from isentrope.utils.extras import named_extras
+from isentrope.utils.extras import name_missing_extras
 
-with named_extras():
+with name_missing_extras():
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from isentrope.evaluation.masked_lm import Protocol
+from isentrope.evaluation.masked_lm import MaskingProtocol
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
 from isentrope.training.config import configured
@@ -62,7 +62,7 @@ class Plan:
     checkpoints: dict[str, Checkpoint]
     label: str = ""
     train_length: int = 64
-    protocol: Protocol = field(default_factory=Protocol)
+    protocol: MaskingProtocol = field(default_factory=MaskingProtocol)
     seeds: tuple[int, ...] = (0,)
     entropy: bool = True
     data: str | None = None
@@ -185,7 +185,7 @@ def parse(name: str, text: str) -> Plan:
     rows = [_row(name, row) for row in data.pop("rows", None) or []]
     rows += _expanded(name, data.pop("methods", None) or [], data.pop("variants", None) or list(VARIANTS))
     protocol = data.pop("protocol", None) or {}
-    _refuse_unknown(f"plan {name}: protocol", protocol, {f.name for f in fields(Protocol)})
+    _refuse_unknown(f"plan {name}: protocol", protocol, {f.name for f in fields(MaskingProtocol)})
     for key, kind in (("lengths", int), ("seeds", int), ("claims", dict), ("notes", str)):
         given = data.get(key, [])
         if not isinstance(given, list) or not all(isinstance(item, kind) for item in given):
@@ -196,7 +196,8 @@ def parse(name: str, text: str) -> Plan:
     if missing:
         raise ValueError(f"plan {name}: missing {', '.join(missing)}")
     try:
-        return Plan(name=name, rows=tuple(rows), checkpoints=library | own, protocol=Protocol(**protocol), **data)
+        masking = MaskingProtocol(**protocol)
+        return Plan(name=name, rows=tuple(rows), checkpoints=library | own, protocol=masking, **data)
     except TypeError as error:
         raise ValueError(f"plan {name}: {error}") from None
 
@@ -266,7 +267,7 @@ def single(model: str, recipes: Iterable[str], lengths: str, positions: int, pro
         lengths=numbers("lengths", lengths),
         rows=rows,
         checkpoints={"model": Checkpoint("model", path=model)},
-        protocol=Protocol(protocol, positions=positions or None),
+        protocol=MaskingProtocol(protocol, positions=positions or None),
         train_length=trained,
     )
 

@@ -26,8 +26,8 @@ from isentrope.calibration.masked_lm import fit
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
-from isentrope.evaluation.masked_lm import UnmeasurableError, evaluate, summarize_scores
-from isentrope.evaluation.results import MEASURED, cell_path, is_done, read_cell
+from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
+from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
 from isentrope.experiments.plan import Checkpoint, Plan, Row
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import build_gau_recipe
@@ -43,8 +43,8 @@ from isentrope.training.checkpoint import read_log
 from isentrope.training.config import HOW, configured
 from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields, read_json, write_atomically, write_json
-from isentrope.utils.progress import progress
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
 
 FORMAT = 1  # of cells: raised when a change of the code changes their numbers
 SHIPPED = files("isentrope.models") / "shipped"
@@ -96,7 +96,7 @@ def run(
     groups = _groups(cells)
     # shared out before looking what is there: processes may look at different moments
     mine = _in_turn(groups[state.process_index :: state.num_processes], out, helps)
-    for cell in progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
+    for cell in track_progress(mine, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)):
         if not is_done(out, cell.key):
             study.measure(cell)
     state.wait_for_everyone()
@@ -276,12 +276,12 @@ class _Evaluation:
         self.others = prepared.documents("validation"), _hashes(prepared, "validation")
         self.mask_token: int = read_tokenizer(prepared.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)
-        self.machine = {key: value for key, value in provenance().items() if key != "date"}
+        self.machine = {key: value for key, value in collect_provenance().items() if key != "date"}
 
     def measure(self, cell: Cell) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        numbers: dict[str, Any] = dict.fromkeys(MEASURED)
+        numbers: dict[str, Any] = dict.fromkeys(MASKED_METRICS)
         numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
         failed, seconds = cell.trained.why, 0.0
         if failed is None:
@@ -291,12 +291,11 @@ class _Evaluation:
             except RuntimeError as error:  # out of memory, mostly
                 kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
                 failed = kind + str(error).strip().partition("\n")[0]
-        rows = sum(len(self.plan.protocol.masked(cell.length, d["sha256"])) for d in numbers["documents"])
+        rows = sum(len(self.plan.protocol.draw_positions(cell.length, d["sha256"])) for d in numbers["documents"])
         speed = rows * cell.length / seconds if seconds else None
         timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak(self.device)}
-        path = cell_path(self.out, cell.key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"result": numbers | {"failed": failed, "run": self.machine}, "timing": timing})
+        result = numbers | {"failed": failed, "run": self.machine}
+        write_cell(self.out, cell.key, {"result": result, "timing": timing})
 
     def _numbers(self, cell: Cell) -> tuple[dict[str, Any], float]:
         """What is measured, and the seconds that the predictions took."""
@@ -307,7 +306,7 @@ class _Evaluation:
             fitted = fit(model, *self.others, cell.length, self.plan.train_length, self.mask_token)
             found["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
         begun = time.perf_counter()
-        scores = evaluate(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
+        scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
         seconds = time.perf_counter() - begun
         skipped = len(self.hashes) - len(scores)
         if not scores:
@@ -361,7 +360,7 @@ def _assemble(
             "name": _name(manifest["source"]), "fingerprint": manifest["source"]["fingerprint"],
             "partition": _data(prepared), "documents": len(manifest["documents"]), "statistics": manifest["statistics"],
         },
-        "checkpoints": _told(trained), "run": provenance(),
+        "checkpoints": _told(trained), "run": collect_provenance(),
     })  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
-    count = layout.count(law.count, layout.simplify(region))[:, None].float()
+    count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
     with torch.no_grad():
         return tuple(law.scale(count, info.head_dim).flatten().tolist())
 

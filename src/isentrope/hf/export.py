@@ -114,7 +114,7 @@ def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
         else:
             config.rope_parameters[layer_type] = written
     if isinstance(recipe.position, YaRN):
-        config.max_position_embeddings = int(recipe.position.factor * recipe.position.trained())
+        config.max_position_embeddings = int(recipe.position.factor * recipe.position.require_original_length())
 
 
 def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: PreTrainedConfig) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config:
         return given | {
             "rope_type": "yarn",
             "factor": position.factor,
-            "original_max_position_embeddings": position.trained(),
+            "original_max_position_embeddings": position.require_original_length(),
             "beta_fast": position.beta_fast,
             "beta_slow": position.beta_slow,
             "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,
@@ -140,7 +140,7 @@ def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config:
         case PI():
             return given | {"rope_type": "linear", "factor": position.factor}
         case NTK(dynamic=True):
-            if position.trained() != config.max_position_embeddings:
+            if position.require_original_length() != config.max_position_embeddings:
                 raise ValueError(_no_native_form(recipe, "transformers counts from max_position_embeddings"))
             return given | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
@@ -222,7 +222,7 @@ def _check_logits(model: PreTrainedModel, native: PreTrainedModel, extension: Ex
     if isinstance(mask, Window):
         length = min(mask.size + 16, MAX_CHECK_LENGTH)
     if isinstance(position, NTK) and position.dynamic:
-        length = min(position.trained() + 16, MAX_CHECK_LENGTH)
+        length = min(position.require_original_length() + 16, MAX_CHECK_LENGTH)
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     training = model.training

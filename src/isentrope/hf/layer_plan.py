@@ -33,10 +33,10 @@ def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[
         raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
     # copied: what a recipe learns belongs to one model
     recipe = Recipe.parse(recipe, **known) if isinstance(recipe, str) else copy.deepcopy(recipe)
-    recipe = recipe.resolved()
+    recipe = recipe.resolve()
     if recipe.position is None:
         return recipe
-    return replace(recipe, position=recipe.position.resolved(known["train_length"]))
+    return replace(recipe, position=recipe.position.resolve(known["train_length"]))
 
 
 def read_train_length(config: PreTrainedConfig) -> int | None:

@@ -17,7 +17,7 @@ from isentrope.hf.extend import extended, get_extension
 from isentrope.hf.layer import get_layer
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
-from isentrope.temperatures.fitted import interpolated
+from isentrope.temperatures.fitted import interpolate_table
 from isentrope.temperatures.laws import lengths_as_float
 
 
@@ -40,7 +40,7 @@ class LearnedTemperature:
         n = lengths_as_float(n)
         tau = self.logs[self.layer if len(self.logs) > 1 else 0].to(n.dtype).exp()
         table = torch.cat((torch.ones_like(tau[:, :1]), tau), 1)
-        law = interpolated(n.clamp_min(self.lengths[0]), self.lengths, table)
+        law = interpolate_table(n.clamp_min(self.lengths[0]), self.lengths, table)
         return torch.where(n > self.lengths[0], law, torch.ones_like(n))
 
 

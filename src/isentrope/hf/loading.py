@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from isentrope.core.dtypes import cpu_dtype
+from isentrope.core.dtypes import choose_load_dtype
 from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
 from isentrope.hf.names import CONFIG_KEY, LAYER, SHARED_POSITION
@@ -46,7 +46,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
     device = options.get("device_map")
     known = saved_dtype(folder, getattr(config, "dtype", None), **_get_hub_options(options))
-    options["dtype"] = cpu_dtype(known, options.pop("dtype", None), device if isinstance(device, str) else None)
+    options["dtype"] = choose_load_dtype(known, options.pop("dtype", None), device if isinstance(device, str) else None)
     return load_and_extend(partial(load_pretrained, kind), folder, config=config, **options)
 
 

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from isentrope.core.compile import values_are_readable
-from isentrope.core.layout import Frames, Layout, layout_of, runs, token_span
+from isentrope.core.layout import Frames, Layout, find_runs, find_token_span, get_layout
 
 _layouts: Any = WeakTensorKeyDictionary()  # by mask: the layers of a forward pass are handed the same
 UNPACKED = (causal_mask_function, bidirectional_mask_function)  # mask functions that know no documents
@@ -56,10 +56,10 @@ def make_frames_mask(
     slot = (torch.arange(q_length, device=device) + (q_offset - kv_offset))[None].expand(batch_size, -1)
     origin, end = torch.zeros_like(slot) - kv_offset, torch.zeros_like(slot) + (q_offset - kv_offset + q_length)
     if padding is not None:
-        first, last = token_span(padding)
+        first, last = find_token_span(padding)
         origin, end = (first - kv_offset).expand_as(slot), torch.minimum(end, last + 1 - kv_offset)
     if ids is not None:
-        low, high = runs(ids)
+        low, high = find_runs(ids)
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
     # int32 tells these frames from masks that callers pass themselves
     return torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
@@ -69,7 +69,7 @@ def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
     """Make the layout of a call whose mask comes from `make_frames_mask`; the layers of a forward pass share it."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if mask is None:
-        return layout_of(batch, queries, keys, query.device)
+        return get_layout(batch, queries, keys, query.device)
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:] != (1, queries, 3):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected None or 0 and 1 of shape (batch, tokens), got {got}")

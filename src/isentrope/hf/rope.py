@@ -67,7 +67,7 @@ class ModelRope:
         """The frequencies as they are now."""
         return getattr(self.module, self._attribute(FREQUENCY_BUFFER))
 
-    def token(self) -> Hashable:
+    def cache_key(self) -> Hashable:
         """Return a key that changes when the frequencies do."""
         theta = self.theta
         return _IdentityKey(theta), 0 if theta.is_inference() else theta._version
@@ -130,7 +130,7 @@ class ModelRope:
         if layout is None or torch.compiler.is_compiling():
             cos, sin = compute()
         else:
-            cos, sin = layout.cached((self.token(), self.rounds_angles, _IdentityKey(position), x.dtype), compute)
+            cos, sin = layout.cached((self.cache_key(), self.rounds_angles, _IdentityKey(position), x.dtype), compute)
         return rotate(x.float() if self.multiplies_in_fp32 else x, cos, sin, self.interleaved).to(x.dtype)
 
 
@@ -196,8 +196,8 @@ class FittedPosition(Position):
     def longest(self) -> int | None:  # type: ignore[override]
         return self.inner.longest
 
-    def token(self) -> Hashable:
-        return self.rope.token(), self.inner.token()
+    def cache_key(self) -> Hashable:
+        return self.rope.cache_key(), self.inner.cache_key()
 
     @property
     def layout(self) -> str:

@@ -8,7 +8,7 @@ from math import floor, log2
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import constant
+from isentrope.core.caching import get_constant
 from isentrope.positions.branch import Branch, Position
 
 
@@ -30,4 +30,4 @@ class ALiBi(Position):
         return torch.tensor(powers(below) + powers(2 * below)[::2][: heads - below], dtype=torch.float64)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        return (Branch(slopes=constant(ALiBi.slopes, query.device, heads)),)
+        return (Branch(slopes=get_constant(ALiBi.slopes, query.device, heads)),)

@@ -93,11 +93,11 @@ class Position(Part):
             f"{type(self).__name__}.rescale(model, length, dtype, device) to extend a model with it"
         )
 
-    def token(self) -> Hashable:
+    def cache_key(self) -> Hashable:
         """What angles depend on besides the part's own options; where it is the same they may be kept."""
         return None
 
-    def resolved(self, train_length: int | None) -> Position:
+    def resolve(self, train_length: int | None) -> Position:
         """The method with a training length it was not given filled in."""
         return self
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isentrope.core.precision import constant
+from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
 from isentrope.utils.text import format_value
 
 # weights are dim/2 × hidden, and every t up to max_factor is a few small steps
-MOST_DIM, MOST_HIDDEN, MOST_DRAWN = 1 << 12, 1 << 14, 1 << 16
+MAX_DIM, MAX_HIDDEN, MAX_TRAINED_FACTOR = 1 << 12, 1 << 14, 1 << 16
 
 
 class CLEX(nn.Module, Position):
@@ -47,9 +47,9 @@ class CLEX(nn.Module, Position):
         self._path: tuple[Any, Tensor] | None = None
         self.dim, self.train_length, self.max_factor, self.hidden = dim, train_length, max_factor, hidden
         self.base, self.layout, self.rotary_dim = base, layout, rotary_dim
-        check_integer(self, "dim", 4, MOST_DIM)
+        check_integer(self, "dim", 4, MAX_DIM)
         check_integer(self, "train_length", 1)
-        check_integer(self, "max_factor", 1, MOST_DRAWN)
+        check_integer(self, "max_factor", 1, MAX_TRAINED_FACTOR)
         check_number(self, "base", MAX_BASE, above=1)
         check_choice(self, "layout", LAYOUTS)
         if self.dim % 2:
@@ -59,7 +59,7 @@ class CLEX(nn.Module, Position):
                 f"CLEX(rotary_dim=…): expected the same as dim={dim}, or None, got {format_value(rotary_dim)}"
             )
         if hidden is not None:
-            check_integer(self, "hidden", 1, MOST_HIDDEN)
+            check_integer(self, "hidden", 1, MAX_HIDDEN)
         pairs = self.dim // 2
         self.up = nn.Linear(pairs, self.hidden or pairs, bias=False)
         self.down = nn.Linear(self.hidden or pairs, pairs, bias=False)
@@ -82,7 +82,7 @@ class CLEX(nn.Module, Position):
         self._path = None  # a captured training step changes weights without a sign
         return super().train(mode)
 
-    def turning(self, head_dim: int) -> int:
+    def rotated_size(self, head_dim: int) -> int:
         if self.dim > head_dim:
             raise ValueError(f"CLEX(dim=…): expected at most the head size {head_dim}, got {self.dim}")
         return self.dim
@@ -91,7 +91,7 @@ class CLEX(nn.Module, Position):
         return (Branch(query=query, key=key),)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.turning(head_dim)
+        self.rotated_size(head_dim)
         if self.training:
             return self.path(self.max_factor, dtype, device).index_select(0, (self.factor - 1).view(1))[0]
         if isinstance(length, int):
@@ -146,7 +146,7 @@ class CLEX(nn.Module, Position):
     def _ntk(self, t: float, like: Tensor) -> Tensor:
         """ln θ_ntk(t)."""
         stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
-        return constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
+        return get_constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
 
     def _slope(self, t: float, learned: Tensor) -> Tensor:
         up, down = self.up.weight.to(learned.dtype), self.down.weight.to(learned.dtype)

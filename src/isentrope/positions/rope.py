@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from isentrope.core.precision import constant
+from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 
@@ -38,7 +38,7 @@ class Rotary(Position):
             if self.rotary_dim % 2:
                 raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
 
-    def turning(self, head_dim: int) -> int:
+    def rotated_size(self, head_dim: int) -> int:
         """How many entries of a head turn."""
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim % 2:
@@ -50,7 +50,7 @@ class Rotary(Position):
         return dim
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return constant(rope_frequencies, device, self.turning(head_dim), self.base, dtype)
+        return get_constant(rope_frequencies, device, self.rotated_size(head_dim), self.base, dtype)
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
@@ -125,12 +125,12 @@ class TrainedLength(Rotary):
         if self.original_length is not None:
             check_integer(self, "original_length", 1)
 
-    def resolved(self, train_length: int | None) -> Self:
+    def resolve(self, train_length: int | None) -> Self:
         if self.original_length is None and train_length is not None:
             return replace(self, original_length=train_length)  # type: ignore[call-arg]
         return self
 
-    def trained(self) -> int:
+    def require_original_length(self) -> int:
         if self.original_length is None:
             raise ValueError(
                 f"{type(self).__name__}(original_length=…): expected the length the model was trained at, got None; "
@@ -163,16 +163,16 @@ class NTK(TrainedLength):
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)
         if self.dynamic:
-            self.trained()  # or an error that says what is missing
+            self.require_original_length()  # or an error that says what is missing
         return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        dim = self.turning(head_dim)
+        dim = self.rotated_size(head_dim)
         if dim == 2:
             raise ValueError("NTK: expected at least two rotated pairs, got one: its angle cannot change")
         if not self.dynamic:
-            return constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
-        ratio = torch.as_tensor(length, device=device).to(dtype) / self.trained()
+            return get_constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
+        ratio = torch.as_tensor(length, device=device).to(dtype) / self.require_original_length()
         stretch = (self.factor * ratio - (self.factor - 1)).clamp_min(1)
         return rope_frequencies(dim, self.base * stretch[..., None] ** (dim / (dim - 2)), dtype)
 
@@ -199,15 +199,15 @@ class YaRN(TrainedLength):
 
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)
-        self.trained()  # or an error that says what is missing
+        self.require_original_length()  # or an error that says what is missing
         return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return constant(YaRN._frequencies, device, self, self.turning(head_dim), dtype)
+        return get_constant(YaRN._frequencies, device, self, self.rotated_size(head_dim), dtype)
 
     def _frequencies(self, dim: int, dtype: torch.dtype) -> Tensor:
         def pair_turning(rotations: float) -> float:
-            return dim * log(self.trained() / (2 * pi * rotations)) / (2 * log(self.base))
+            return dim * log(self.require_original_length() / (2 * pi * rotations)) / (2 * log(self.base))
 
         low = max(floor(pair_turning(self.beta_fast)), 0)
         high = min(ceil(pair_turning(self.beta_slow)), dim - 1)

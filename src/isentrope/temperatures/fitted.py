@@ -67,10 +67,10 @@ class Fitted(Temperature):
         table = torch.tensor(self.table, dtype=n.dtype, device=n.device)
         if table.dim() == 3:
             raise ValueError("Fitted: the table has a layer axis; take for_layer(i) first")
-        return interpolated(n, self.lengths, table)
+        return interpolate_table(n, self.lengths, table)
 
 
-def interpolated(n: Tensor, lengths: tuple[int, ...], table: Tensor) -> Tensor:
+def interpolate_table(n: Tensor, lengths: tuple[int, ...], table: Tensor) -> Tensor:
     """τ(n) from a table (lengths) or (heads, lengths), straight in ln n; gradients pass to the table."""
     per_head = table.dim() == 2
     if per_head and n.dim() >= 2:

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from isentrope.core.compile import fresh
+from isentrope.core.compile import copy_function
 
 Batch = dict[str, Tensor]
 WARM = 3  # steps before a graph is captured: compilation, and the optimiser's first state
@@ -49,7 +49,7 @@ class Stepper:
         self.parameters = [x for x in model.parameters() if x.requires_grad]
         self.loss: Callable[[Batch], Tensor] = self._loss
         if compile:  # as a function of this run's own: what is compiled for one model is of no use to the next
-            self.loss = torch.compile(fresh(lambda batch: self._loss(batch)), dynamic=False)
+            self.loss = torch.compile(copy_function(lambda batch: self._loss(batch)), dynamic=False)
         self.captures = cuda and accelerator.num_processes == 1
         self.side: torch.cuda.Stream | None = None
         self.graph: torch.cuda.CUDAGraph | None = None

@@ -36,13 +36,14 @@ from isentrope.pretrained import (
 )
 from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors
 from isentrope.training.config import HOW, LLAMA, Config
-from isentrope.training.progress import Watch
 from isentrope.training.step import Batch, Stepper, ahead
 from isentrope.utils.files import read_fields, write_json
-from isentrope.utils.provenance import provenance
+from isentrope.utils.progress import ProgressBar
+from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
 DIVERGED = 3.0  # nats above the lowest loss so far
+LINE_INTERVAL = 15.0  # seconds between lines of progress
 SAVE = 60.0  # seconds between states
 COMPILES = 1 << 25  # tokens of a run that is worth half a minute of compiling
 START: dict[str, Any] = {"step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0}
@@ -136,10 +137,10 @@ class Run:
         try:
             with (
                 _signals() as caught,
-                Watch(self.steps, first, self.main) as watch,
+                ProgressBar(self.steps, first, "training", LINE_INTERVAL, self.main) as bar,
                 ahead(self._share, first, self.steps, pin) as batches,
             ):
-                self._loop(enumerate(batches, first), log, watch, caught)
+                self._loop(enumerate(batches, first), log, bar, caught)
         except Diverged:
             self._write_best()
             raise
@@ -157,7 +158,7 @@ class Run:
         told: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
         return told
 
-    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, watch: Watch, caught: list[int]) -> None:
+    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, bar: ProgressBar, caught: list[int]) -> None:
         model: Any = self.stepper.plain
         clex = [module for module in model.modules() if isinstance(module, CLEX)]
         drops = getattr(model.config, "attention_dropout", 0.0)  # of a Llama, by torch's own generator
@@ -171,7 +172,7 @@ class Run:
                 torch.manual_seed(drawn)
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
-            watch.advance(done)
+            bar.update(done)
             logs = done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
@@ -191,7 +192,8 @@ class Run:
                     self._keep_best(row["validation"], done)
                 if log is not None:
                     log.add(**row)
-                watch.tell(row)
+                metrics: dict[str, float] = {name: row[name] for name in ("loss", "validation") if name in row}
+                bar.report(done, metrics, always="validation" in row)
                 self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
             begun = time.perf_counter()
@@ -295,7 +297,7 @@ class Run:
             "seconds": self.progress["seconds"],
             "config": asdict(self.config),
             "processes": self.shares,
-            "run": provenance(),
+            "run": collect_provenance(),
         }
         write_json(self.out / "train.json", told)
 

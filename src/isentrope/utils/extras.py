@@ -1,4 +1,4 @@
-"""Packages that are installed only with an extra: where one is missing, the extra is named."""
+"""Optional packages: an import that fails names the extra to install."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# packages that isentrope imports, by the extra that brings them
+# the extra that installs each optional package
 EXTRAS = {
     "transformers": "hf",
     "huggingface_hub": "hf",
@@ -23,14 +23,14 @@ EXTRAS = {
 
 
 class MissingExtraError(ImportError):
-    """A package that is not installed, and the extra to install."""
+    """An optional package is not installed; the message names the extra."""
 
 
 @contextmanager
-def named_extras() -> Iterator[None]:
-    """Name the extra to install where the block imports a package that is not there.
+def name_missing_extras() -> Iterator[None]:
+    """Turn a failed import of an optional package in the block into a `MissingExtraError`.
 
-    Any other ImportError, such as one from inside an installed package, stays as it is.
+    Any other ImportError, such as one from inside an installed package, is left as it is.
     """
     try:
         yield
@@ -38,12 +38,12 @@ def named_extras() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or find_spec(package) is not None:
             raise
-        words = f'{package} is not installed: pip install "isentrope[{EXTRAS[package]}]"'
-        raise MissingExtraError(words, name=package) from error
+        message = f'{package} is not installed: pip install "isentrope[{EXTRAS[package]}]"'
+        raise MissingExtraError(message, name=package) from error
 
 
-def require(package: str) -> None:
-    """The same before a package is needed by another one, which would say less."""
-    with named_extras():
+def require_package(package: str) -> None:
+    """Raise `MissingExtraError` if a package is missing that another one imports, whose error would say less."""
+    with name_missing_extras():
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

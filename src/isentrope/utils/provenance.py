@@ -1,4 +1,4 @@
-"""What a result must carry to be worth keeping: where, when and with what it was made."""
+"""Where, when and with which software a result was made."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ import torch
 from isentrope import __version__
 
 
-def provenance() -> dict[str, Any]:
+def collect_provenance() -> dict[str, Any]:
+    """Return the hardware, versions, commit and date that a results file records."""
     return {
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else _read_processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "isentrope": __version__,
-        "commit": os.environ.get("ISENTROPE_COMMIT") or _commit(),
+        "commit": os.environ.get("ISENTROPE_COMMIT") or _read_commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def _commit() -> str:
-    """The commit of the source tree that runs, marked where files differ from it."""
+def _read_commit() -> str:
+    """Return the commit of the source tree, marked "-dirty" if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        process = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from isentrope.backends import merge, sdpa
 from isentrope.backends.sdpa import SDPA
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import generation
+from isentrope.core.compile import cuda_capability_major
 from isentrope.core.region import Region, Span
 
 MOST_SINKS = 64
@@ -42,7 +42,7 @@ def refusal(asked: AttentionCall) -> str | None:
         return "it is not for graphs, which make kernels of their own"
     if asked.q.dtype not in (torch.float16, torch.bfloat16 if asked.q.is_cuda else torch.float32):
         return f"it takes half precision, got {asked.q.dtype}"  # the interpreter has other halves
-    if asked.q.is_cuda and (torch.version.hip is not None or generation(asked.q.device) < HOPPER):
+    if asked.q.is_cuda and (torch.version.hip is not None or cuda_capability_major(asked.q.device) < HOPPER):
         return "it lives on the copy engine that NVIDIA's cards have since Hopper"
     if (why := asked.refusal()) is not None:
         return why
@@ -117,7 +117,7 @@ def cut_up(regions: Sequence[Region], queries: int, keys: int) -> Cut | None:
     for n, span in spans:
         if span is window:
             continue
-        band = span.band(queries, keys)
+        band = span.to_band(queries, keys)
         early = span.start <= 0 and span.stop <= MOST_SINKS and (span.low, span.high) == (-inf, window.low)
         if early and not cut.sinks:
             cut = cut._replace(sink=n, sinks=int(min(span.stop, keys)))

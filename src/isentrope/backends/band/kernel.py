@@ -3,7 +3,6 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-from functools import cache
 from math import log
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.backends.merge import Part
-from isentrope.core.compile import on_device_of
+from isentrope.core.compile import device_context
 from isentrope.core.rotation import Angles
-from isentrope.core.rotation_kernel import strides_of, united
+from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
 # queries and keys of a block, pipeline stages, warps, by the size of a vector. Up to 128 two blocks fit on a
 # multiprocessor, one multiplies while the other takes exponentials; and with up to 32 first keys no registers spill
@@ -59,12 +58,13 @@ def launch(
     sink_cos, sink_sin = sink_turn or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
     far_out, far_lse, first = far or Part(out, lse, 0)
-    with on_device_of(q):
+    with device_context(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
             q, _blocked(k, columns), _blocked(v, columns), v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin,
             lse if tau is None else tau, far_out, far_lse,
             *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
-            *strides_of(turn and cos, 0, 2), *strides_of(sink_turn and sink_cos, 0, 2), *strides_of(tau, 0, 1, 2),
+            *broadcast_strides(turn and cos, 0, 2), *broadcast_strides(sink_turn and sink_cos, 0, 2),
+            *broadcast_strides(tau, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
             GROUPS=heads // kv_heads, SIZE=size, VALUES=value_size, ROWS=rows, COLUMNS=columns,
@@ -90,7 +90,6 @@ def _axes(x: Tensor) -> list[tuple[int, int]]:
     return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
-@cache
 def _shapes(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
     if device.type != "cuda":
         return LARGE
@@ -107,7 +106,7 @@ def _queries(q, cos, sin, heat, row, live, q_row, turn_row, SIZE: tl.constexpr, 
     a = tl.load(q + where, mask=live[:, None], other=0.0).to(tl.float32)
     b = tl.load(q + where + half, mask=live[:, None], other=0.0).to(tl.float32)
     if NORMALISE:
-        a, b = united(a, b)
+        a, b = normalise_halves(a, b)
     if TURN:
         turn = row[:, None].to(tl.int64) * turn_row + lane[None, :]
         c = tl.load(cos + turn, mask=live[:, None], other=1.0)

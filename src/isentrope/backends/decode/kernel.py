@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.core.compile import on_device_of
-from isentrope.core.rotation_kernel import strides_of, united
+from isentrope.core.compile import device_context
+from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
 BLOCK = 64  # keys, at most, and bytes of them: small cards have little shared memory
 BYTES = 32 << 10
@@ -43,15 +43,15 @@ def launch(
             table = next(given) if turned else lses
             tables.append(table)
         # a table of one row, or of one position, is read again and again
-        steps += strides_of(table if turned else None, 0, 2)
+        steps += broadcast_strides(table if turned else None, 0, 2)
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    with on_device_of(q):
+    with device_context(q):
         _attend[(batch * kv_heads, splits)](
             q, k, v, parts, lses, bounds, lses if tau is None else tau, *tables,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if bounds.shape[0] == 1 else bounds.stride(0),
-            *strides_of(tau, 0, 1), *steps, scale, kv_heads, splits,
+            *broadcast_strides(tau, 0, 1), *steps, scale, kv_heads, splits,
             GROUPS=groups, ROWS=max(ROWS, triton.next_power_of_2(groups)), SIZE=size, HALF=size // 2,
             VALUES=value_size, BLOCK=min(BLOCK, BYTES // (size * q.element_size())), BRANCHES=bounds.shape[1],
             TAU=tau is not None, NORMALISE=normalise, EXACT=q.dtype == torch.float32,
@@ -74,7 +74,7 @@ def _query(q, row, tau, cos, sin, half, GROUPS: tl.constexpr, HALF: tl.constexpr
     a = tl.load(q, mask=held, other=0.0).to(tl.float32)
     b = tl.load(q + HALF, mask=held, other=0.0).to(tl.float32)
     if NORMALISE:
-        a, b = united(a, b)
+        a, b = normalise_halves(a, b)
     if TURN:
         a, b = _turned(a, b, tl.load(cos + half)[None, :], tl.load(sin + half)[None, :])
     return a * tau[:, None], b * tau[:, None]
@@ -86,7 +86,7 @@ def _scores(qa, qb, a, b, cos, sin, at, live, half, step, TURN: tl.constexpr,
     """Products of the queries with a block of keys, as one branch has them."""
     kind = a.dtype
     if NORMALISE:
-        a, b = united(a.to(tl.float32), b.to(tl.float32))
+        a, b = normalise_halves(a.to(tl.float32), b.to(tl.float32))
     if TURN:
         where = at.to(tl.int64)[:, None] * step + half[None, :]
         c = tl.load(cos + where, mask=live[:, None], other=0.0)

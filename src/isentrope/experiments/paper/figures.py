@@ -10,7 +10,7 @@ from pathlib import Path
 from isentrope.analysis import inspect
 from isentrope.analysis.inspect import Config
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.evaluation.perplexity import Text
+from isentrope.evaluation.texts import Text
 from isentrope.experiments.plan import load
 from isentrope.experiments.runner import checkpoints
 from isentrope.utils.files import read_fields, read_json, write_json

@@ -21,9 +21,9 @@ from transformers.modeling_outputs import (
 )
 
 from isentrope.attention import attention
-from isentrope.core.compile import compiled
-from isentrope.core.dtypes import accumulation_dtype, cpu_dtype
-from isentrope.core.layout import Layout, layout_of, token_frames
+from isentrope.core.compile import maybe_compile
+from isentrope.core.dtypes import accumulation_dtype, choose_load_dtype
+from isentrope.core.layout import Layout, find_token_frames, get_layout
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.models.gau.dropout import dropout
 from isentrope.positions import CLEX
@@ -84,14 +84,14 @@ class GatedAttentionUnit(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None, at: Tensor | None) -> Tensor:
         u, v, z = self.project(x, at)
-        v, z = (compiled(_activated, (part,), self.act)(part, self.act) for part in (v, z))
+        v, z = (maybe_compile(_activated, (part,), self.act)(part, self.act) for part in (v, z))
         q, k = self.q_scaleoffset(pick(z, at)), self.k_scaleoffset(z)
         drop = None
         if self.training and self.dropout:
             drop = partial(dropout, share=self.dropout, noise=noise, place=self.place)
         q, k, v = q[:, None], k[:, None], v[:, None]  # one head
         mixed = attention(q, k, v, self.recipe, layout=layout, dropout=drop, backend=backend)
-        return self.o_dense(compiled(_gated, (u, mixed), self.act)(u, mixed[:, 0], self.act))
+        return self.o_dense(maybe_compile(_gated, (u, mixed), self.act)(u, mixed[:, 0], self.act))
 
     def project(self, x: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """u (at these positions), v and z before their activation.
@@ -120,7 +120,7 @@ class GAULayer(GradientCheckpointingLayer):
         out = self.gau(x, layout, backend, noise, at)
         if self.training:
             out = dropout(out, self.dropout, noise, self.place)
-        return compiled(_added, (x, out), self.eps)(pick(x, at), out, self.eps)
+        return maybe_compile(_added, (x, out), self.eps)(pick(x, at), out, self.eps)
 
 
 def _activated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -173,7 +173,7 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
             hub = {key: options[key] for key in HUB_OPTIONS if key in options}
             where = options.get("device_map")
             device = where if isinstance(where, torch.device) or where in ("cpu", "cuda") else None
-            options["dtype"] = cpu_dtype(saved_dtype(name, known, **hub), None, device)
+            options["dtype"] = choose_load_dtype(saved_dtype(name, known, **hub), None, device)
         return super().from_pretrained(name, *inputs, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -239,9 +239,9 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
         batch, length = x.shape[:2]
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(f"attention_mask: expected shape ({batch}, {length}), got {tuple(mask.shape)}")
-        frames = None if mask is None else token_frames(mask.to(x.device, torch.bool))
+        frames = None if mask is None else find_token_frames(mask.to(x.device, torch.bool))
         if at is None:
-            return layout_of(batch, length, length, x.device, frames=frames, position_ids=position_ids)
+            return get_layout(batch, length, length, x.device, frames=frames, position_ids=position_ids)
         first, end = (
             (torch.zeros_like(at), torch.full_like(at, length))
             if frames is None
@@ -251,7 +251,7 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
         if position_ids is not None:
             position_ids = position_ids.expand(batch, -1)
             places = position_ids.gather(1, at), position_ids
-        return layout_of(batch, at.shape[1], length, x.device, frames=(first, end, at), position_ids=places)
+        return get_layout(batch, at.shape[1], length, x.device, frames=(first, end, at), position_ids=places)
 
 
 class PredictionHead(nn.Module):
