@@ -132,7 +132,7 @@ def test_a_second_run_tokenizes_nothing_and_says_so(laws, tmp_path, monkeypatch)
     def never(*args, **kwargs):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(study, "character_tokenizer", never)
+    monkeypatch.setattr(study, "build_character_tokenizer", never)
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", never)
     monkeypatch.setattr(corpus_files, "_json_lines", never)
     prepare(Source(str(laws)), tmp_path, SMALL, said.append)

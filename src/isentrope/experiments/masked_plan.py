@@ -9,7 +9,7 @@ from typing import Any
 
 from isentrope.evaluation.masked_lm import MaskingProtocol
 from isentrope.experiments.plan_parsing import check_keys, check_list
-from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
+from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
 from isentrope.training.config import build_config
 from isentrope.utils.parsing import parse_numbers
@@ -103,7 +103,7 @@ class MaskedPlan:
                 hint = suggest(row.checkpoint, self.checkpoints)
                 raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{hint}")
             try:  # before anything is trained
-                if gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
+                if build_gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
                     raise ValueError(f"fit: expected a recipe without a temperature, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None

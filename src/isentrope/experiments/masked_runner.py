@@ -36,7 +36,7 @@ from isentrope.experiments.checkpoints import (
 )
 from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.gau.config import gau_recipe
+from isentrope.models.gau.config import build_gau_recipe
 from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer, resolve_device
 from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import track_progress
@@ -226,7 +226,7 @@ class _CellEvaluator:
             self.loaded = (None, None)  # free the last model before loading the next
             key_size = read_config_as(GAUAlphaConfig, cell.trained.folder).attention_key_size
             # the plan's training length, not the model's, completes the recipe
-            recipe = gau_recipe(cell.row.recipe, self.plan.train_length, key_size).to_dict()
+            recipe = build_gau_recipe(cell.row.recipe, self.plan.train_length, key_size).to_dict()
             options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
             model: Any = load_pretrained(GAUAlphaForMaskedLM, cell.trained.folder, **options)
             self.loaded = key, model.to(self.device).eval()

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from isentrope.data.batches import CropBatches, MaskedBatches, NextTokenBatches
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.gau.config import LEARNED, gau_recipe
-from isentrope.models.tokenizer import without_marks
+from isentrope.models.gau.config import LEARNED_WEIGHTS, build_gau_recipe
+from isentrope.models.tokenizer import make_causal_tokenizer
 from isentrope.pretrained import (
     check_same_tokens,
     load_pretrained,
@@ -28,7 +28,7 @@ def build_tokenizer(corpus: PreparedCorpus, objective: str) -> Any:
     """Load a corpus' tokenizer, without the special tokens around a text for causal models."""
     tokenizer: Any = read_tokenizer(corpus.tokenizer_path)
     keep = objective == "masked" or tokenizer.cls_token is None
-    return tokenizer if keep else without_marks(tokenizer)
+    return tokenizer if keep else make_causal_tokenizer(tokenizer)
 
 
 def build_model(config: TrainingConfig, tokenizer: Any) -> PreTrainedModel:
@@ -48,7 +48,7 @@ def _build_gau(config: TrainingConfig, tokenizer: Any) -> PreTrainedModel:
         options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
         return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
     saved: Any = read_config_as(GAUAlphaConfig, config.model)
-    options["recipe"] = gau_recipe(config.recipe, config.length, saved.attention_key_size).to_dict()
+    options["recipe"] = build_gau_recipe(config.recipe, config.length, saved.attention_key_size).to_dict()
     return _load_first_layers(GAUAlphaForMaskedLM, saved.num_hidden_layers, config, tokenizer, options)
 
 
@@ -73,7 +73,7 @@ def _load_first_layers(
     check_same_tokens(Path(str(config.model)), tokenizer)
     options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
     name = resolve_model_name(str(config.model))
-    model: PreTrainedModel = load_pretrained(model_class, name, unused=LEARNED, **options)
+    model: PreTrainedModel = load_pretrained(model_class, name, unused=LEARNED_WEIGHTS, **options)
     if model.config.vocab_size != len(tokenizer):
         sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
         raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")
