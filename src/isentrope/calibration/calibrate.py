@@ -30,9 +30,9 @@ from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.recipes import PLAIN, parse_recipe, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text
-from isentrope.hf.capture import recipe_of
-from isentrope.hf.introspection import probe
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.capture import get_recipe
+from isentrope.hf.introspection import introspect
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
 from isentrope.utils.files import write_atomically
@@ -135,7 +135,7 @@ def calibrate(
 
     out: a folder for calibrate.json and recipe.txt. What an earlier run of the same has left there is kept.
     """
-    if (own := recipe_of(model)) != Recipe():
+    if (own := get_recipe(model)) != Recipe():
         raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
     model.eval()
     return _Calibration(model, texts, config, out, name, say).run()
@@ -151,7 +151,7 @@ class _Calibration:
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        trained = config.train_length or train_length(model.config.get_text_config())
+        trained = config.train_length or read_train_length(model.config.get_text_config())
         if trained is None:
             raise ValueError("train_length: expected a number, this model's config does not tell")
         if config.length <= trained:
@@ -159,7 +159,7 @@ class _Calibration:
         self.model, self.config, self.out, self.say, self.trained = model, config, out, say, trained
         self.fitting, self.held = halves(texts, config.length, config.seed)
         self.knots = knots(trained, config.length)
-        self.layers = probe(model)
+        self.layers = introspect(model)
         self.begun = time.monotonic()
         self.machine = collect_provenance() | {"transformers": transformers.__version__}
         self.data = self._kept(name)
