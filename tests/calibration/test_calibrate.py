@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.calibration import calibrate as study
 from isentrope.calibration import optimize as descent
-from isentrope.calibration.calibrate import CalibrationConfig, calibrate, parse_seconds
+from isentrope.calibration.config import CalibrationConfig, parse_seconds
+from isentrope.calibration.calibrate import calibrate
 from isentrope.calibration.select import select_law, split_texts
 from isentrope.cli import app
 from isentrope.data.corpus import Document, read_sympy_documents

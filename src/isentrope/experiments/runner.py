@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from isentrope.analysis.inspect import layer_entropies
-from isentrope.calibration.masked_lm import fit
+from isentrope.analysis.observe import layer_entropies
+from isentrope.calibration.masked_lm import fit_masked_temperature
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
@@ -303,7 +303,7 @@ class _Evaluation:
         found: dict[str, Any] = {}
         if cell.row.fit:
             self.loaded = (None, None)  # it is changed: nobody's neighbour
-            fitted = fit(model, *self.others, cell.length, self.plan.train_length, self.mask_token)
+            fitted = fit_masked_temperature(model, *self.others, cell.length, self.plan.train_length, self.mask_token)
             found["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
         begun = time.perf_counter()
         scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)

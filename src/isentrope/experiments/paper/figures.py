@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from isentrope.analysis import inspect
-from isentrope.analysis.inspect import Config
+from isentrope.analysis.inspect import InspectConfig
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.texts import Text
 from isentrope.experiments.plan import load
@@ -30,11 +30,11 @@ def looks(prepared: PreparedCorpus, out: Path, say: Callable[[str], None] = prin
     index = prepared.store.sha256.index(row["sha256"])
     text = Text(row["name"], row["sha256"], tuple(prepared.store[index][:4096].tolist()))
     found: dict[str, list[Path]] = {"f1": [], "f2": [], "f7": []}
-    wanted = [("f1", line.checkpoint, line.recipe, Config((512,))) for line in sweep.rows]
-    wanted += [("f7", line.checkpoint, line.recipe, Config((1024,))) for line in sweep.rows]
+    wanted = [("f1", line.checkpoint, line.recipe, InspectConfig((512,))) for line in sweep.rows]
+    wanted += [("f7", line.checkpoint, line.recipe, InspectConfig((1024,))) for line in sweep.rows]
     wanted += [
-        ("f2", "cosine16", "rope+window:size=64+cosine:alpha=16", Config.read("4096", inset=INSET)),
-        ("f2", "cosine128", "rope+cosine:alpha=128", Config((4096,))),
+        ("f2", "cosine16", "rope+window:size=64+cosine:alpha=16", InspectConfig.parse("4096", inset=INSET)),
+        ("f2", "cosine128", "rope+cosine:alpha=128", InspectConfig((4096,))),
     ]
     for figure, name, recipe, config in wanted:
         model = trained[name, 0]
@@ -44,7 +44,9 @@ def looks(prepared: PreparedCorpus, out: Path, say: Callable[[str], None] = prin
             raise ValueError(model.why)
         if not _looked(folder, text, recipe, config):
             say(f"looking at {name}, {config.lengths[-1]} tokens")
-            inspect.measure(inspect.load(str(model.folder), recipe), str(model.folder), text, config, folder)
+            inspect.measure_attention(
+                inspect.load_model(str(model.folder), recipe), str(model.folder), text, config, folder
+            )
     return found
 
 
@@ -58,7 +60,7 @@ def trainings(prepared: PreparedCorpus, out: Path, say: Callable[[str], None] = 
     return {"f4": both, "f5": [folders[name] for name in methods]}
 
 
-def _looked(folder: Path, text: Text, recipe: str, config: Config) -> bool:
+def _looked(folder: Path, text: Text, recipe: str, config: InspectConfig) -> bool:
     """Whether the same was looked at before; the recipe's text is kept beside what was found."""
     path, asked = folder / "inspect.json", folder / "asked.json"
     wanted = json.loads(json.dumps([text.sha256, recipe, asdict(config)]))
