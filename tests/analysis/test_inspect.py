@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from isentrope.evaluation.texts import Text
 from typer.testing import CliRunner
 
 import isentrope as ise
@@ -21,6 +20,7 @@ from isentrope.analysis.attention_statistics import COSINE_BINS, HeatmapWindow
 from isentrope.backends import reference
 from isentrope.builder import calls_of, geometry
 from isentrope.cli import app
+from isentrope.evaluation.texts import Text
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
 from isentrope.models.tokenizer import build_character_tokenizer
 from isentrope.report.figures import inspect as figures

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from isentrope.evaluation.texts import Text
 from torch import nn
 from typer.testing import CliRunner
 
@@ -22,6 +21,7 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document, read_sympy_documents
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import token_losses
+from isentrope.evaluation.texts import Text
 from isentrope.experiments.runner import SHIPPED
 from isentrope.hf.learned_temperature import LearnedTemperature, checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe

@@ -9,7 +9,6 @@ from math import exp
 
 import pytest
 import torch
-from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
+from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
 from isentrope.experiments.causal_plan import run as run_plan
 from isentrope.experiments.causal_plan import single
 from isentrope.experiments.runner import SHIPPED

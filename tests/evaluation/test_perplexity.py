@@ -9,7 +9,6 @@ from math import exp, log
 
 import pytest
 import torch
-from isentrope.evaluation.texts import Text
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -23,6 +22,7 @@ from isentrope.cli import app
 from isentrope.data.corpus import Document
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity, summarize_perplexity, token_losses
+from isentrope.evaluation.texts import Text
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures import laws as figures
 from isentrope.report.tables import leaderboard

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from isentrope.evaluation.recipes import under_recipe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -18,6 +17,7 @@ from isentrope.data.filler import ADJECTIVES, FILLER, NOUNS
 from isentrope.data.needles import CHAIN_LENGTH, MULTIVALUE_NEEDLES, TASKS, Haystack
 from isentrope.evaluation import retrieval
 from isentrope.evaluation.metrics import wilson_interval
+from isentrope.evaluation.recipes import under_recipe
 from isentrope.evaluation.results import list_failures
 from isentrope.evaluation.retrieval import (
     Prompt,
