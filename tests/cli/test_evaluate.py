@@ -17,6 +17,9 @@ import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.loading import load_tokenizer
+from isentrope.evaluation.ranking import rank_recipes, select_best
+from isentrope.evaluation.recipes import check_recipes
 from isentrope.experiments.causal_plan import run as run_plan
 from isentrope.experiments.causal_plan import single
 from isentrope.experiments.runner import SHIPPED
@@ -60,7 +63,7 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
     assert row["recipe"] in card and "| 256–320 |" in card and "Nothing was measured" not in card
 
     model = ise.load(folder / "saved", dtype=torch.float32)
-    tokenizer = perplexity.load_tokenizer(str(folder / "saved"))
+    tokenizer = load_tokenizer(str(folder / "saved"))
     texts = [tokenizer((folder / "texts" / f"{name}.txt").read_text())["input_ids"][:320] for name in "ab"]
     losses = [perplexity.token_losses(model, torch.tensor(text))[255:].double().mean() for text in texts]
     assert exp(sum(losses) / 2) == pytest.approx(row["perplexity"][-1], rel=1e-5)
@@ -68,7 +71,7 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
 
 def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
     _, words, _ = evaluated
-    monkeypatch.setattr(perplexity, "cell", None)
+    monkeypatch.setattr(perplexity, "measure_text", None)
     monkeypatch.setattr(leaderboard, "write", lambda folder: [])
     monkeypatch.setattr(figures, "perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
@@ -158,7 +161,7 @@ def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
         ).position
         query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
         assert query - key <= 3 * trained / 4
-        perplexity.check_recipes(usual_recipes(trained, length))
+        check_recipes(usual_recipes(trained, length))
 
 
 def test_lengths_and_their_buckets(rows, tmp_path):
@@ -185,8 +188,8 @@ def test_the_verdict(tmp_path):
         "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
     }
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
-    assert leaderboard.best(tmp_path, last) == "sink:size=8"
-    assert leaderboard.best(tmp_path, ["plain", "yarn:factor=2"]) is None
+    assert select_best(rank_recipes(tmp_path), last) == "sink:size=8"
+    assert select_best(rank_recipes(tmp_path), ["plain", "yarn:factor=2"]) is None
     told = leaderboard.verdict(tmp_path, last, ["sink:size=8"])
     assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
     assert "2.500 of its 4.00" in told[0].plain and "all of the text: rerope:window=8: " in told[1].plain

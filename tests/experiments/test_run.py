@@ -51,13 +51,13 @@ def rows(out, name="small"):
 
 def counting(monkeypatch):
     seen = []
-    plain = study.evaluate
+    plain = study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         seen.append(length)
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
+    monkeypatch.setattr(study, "score_documents", score_documents)
     return seen
 
 
@@ -169,7 +169,7 @@ def test_weights_that_a_study_is_given(done, corpus, tmp_path):
 
 
 def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain, count = copied(done, tmp_path), study.evaluate, iter(range(100))
+    out, plain, count = copied(done, tmp_path), study.score_documents, iter(range(100))
 
     def score_documents(*arguments):
         if next(count) == 5:
@@ -177,7 +177,7 @@ def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_pat
         return plain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "evaluate", score_documents)
+        patch.setattr(study, "score_documents", score_documents)
         with pytest.raises(KeyboardInterrupt):
             run(plan, out, corpus, lambda words: None)
     assert not list(out.rglob("*.partial"))
@@ -197,14 +197,14 @@ def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
 
 
 def test_a_cell_that_fails_leaves_the_others_alone(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain = copied(done, tmp_path), study.evaluate
+    out, plain = copied(done, tmp_path), study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         if length == 64:
             raise torch.OutOfMemoryError("64 tokens are too many\nand more")
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
+    monkeypatch.setattr(study, "score_documents", score_documents)
     told = run(plan, out, corpus, lambda words: None)
     assert told == {"plan": "small", "cells": 24, "done": 8, "failed": 16}
     assert {row["failed"] for row in rows(out) if row["length"] == 64} == {"out of memory: 64 tokens are too many"}
@@ -266,9 +266,9 @@ def test_what_is_not_trained_has_one_seed(done, corpus, tmp_path):
 
 def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_path, monkeypatch):
     mine, taken = next(done.glob("checkpoints/dot-*")) / "best", []
-    plain = study.evaluate
+    plain = study.score_documents
     monkeypatch.setattr(
-        study, "evaluate", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
+        study, "score_documents", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
     )
     plan = replace(plans.single(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
     run(plan, tmp_path, corpus, lambda words: None)
