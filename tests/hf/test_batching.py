@@ -179,11 +179,11 @@ def test_position_ids_are_read_at_every_call(recipe, quiet):
 def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
     """What a look costs, on a GPU a wait, is not for every layer to pay."""
     looks = []
-    look = layer._place
-    monkeypatch.setattr(layer, "_place", lambda *given: looks.append(0) or look(*given))
+    look = layer._apply_position_ids
+    monkeypatch.setattr(layer, "_apply_position_ids", lambda *given: looks.append(0) or look(*given))
     model, ids = extended("rerope:window=32"), tokens(1, 100)
     with quiet():
         for count in (1, 2):
             whole(model, ids, position_ids=torch.arange(100)[None])
             assert len(looks) == count
-    assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).together.seen  # nothing is held on to
+    assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).layouts.entries  # nothing is held on to

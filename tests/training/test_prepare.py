@@ -132,7 +132,7 @@ def test_a_second_run_tokenizes_nothing_and_says_so(laws, tmp_path, monkeypatch)
     def never(*args, **kwargs):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(study, "character_tokenizer", never)
+    monkeypatch.setattr(study, "build_character_tokenizer", never)
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", never)
     monkeypatch.setattr(corpus_files, "_json_lines", never)
     prepare(Source(str(laws)), tmp_path, SMALL, said.append)
@@ -143,7 +143,11 @@ def test_an_interrupted_run_goes_on(laws, done, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for place, name in ((study, "tokenize"), (study.duplicates, "signature"), (study.partition, "draw")):
+    for place, name in (
+        (study, "tokenize"),
+        (study.duplicates, "compute_signature"),
+        (study.partition, "split_held_out"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

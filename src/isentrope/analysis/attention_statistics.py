@@ -18,7 +18,7 @@ from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import normalise_vectors
-from isentrope.hf.capture import Seen
+from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once
 COSINE_BINS = 200  # of cosines from -1 to 1
@@ -56,23 +56,23 @@ class HeatmapWindow:
         return -(-(self.last - self.first) // MAX_CELLS), -(-(self.high - self.low) // MAX_CELLS)
 
 
-def head_entropy(seen: Seen) -> Tensor:
+def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
-    seen = _to_accumulation_dtype(seen)
+    captured = _to_accumulation_dtype(captured)
     # fused kernels know every recipe in fp32; "auto" would compile one for it on a GPU
-    fused = seen.q.is_cuda and seen.q.dtype == torch.float32 and seen.q.shape[-1] <= MAX_HEAD_DIM
-    options = seen.options | {"backend": "sdpa" if fused else "auto", "return_entropy": True}
-    _, aux = attention(seen.q, seen.k, seen.k, seen.recipe, **options)
+    fused = captured.q.is_cuda and captured.q.dtype == torch.float32 and captured.q.shape[-1] <= MAX_HEAD_DIM
+    options = captured.options | {"backend": "sdpa" if fused else "auto", "return_entropy": True}
+    _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
 
 
-def uniform_entropy(seen: Seen) -> float:
+def uniform_entropy(captured: CapturedAttention) -> float:
     """Compute the entropy if every query attended alike to all its visible keys: the mean of ln n."""
-    layout, region = _geometry(seen)
+    layout, region = _geometry(captured)
     return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
 
 
-def cosine_histograms(seen: Seen) -> tuple[Tensor, Tensor]:
+def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
     """Count cos θ between queries and keys in COSINE_BINS from -1 to 1.
 
     θ is the angle that the score sees, after the position method.
@@ -81,13 +81,13 @@ def cosine_histograms(seen: Seen) -> tuple[Tensor, Tensor]:
         Two histograms in fp64, summed over rows, heads and queries: of visible pairs, which adds up to their number,
         and of attention over them, which adds up to the number of queries that see any key.
     """
-    calls = _fold_branches(seen)
+    calls = _fold_branches(captured)
     angles = [
         replace(call, q=normalise_vectors(call.q), k=normalise_vectors(call.k), scale=1.0, slopes=None)
         for call in calls
     ]
-    pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=seen.q.device)
-    for rows in _split_rows(seen, 0, seen.q.shape[2]):
+    pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=captured.q.device)
+    for rows in _split_rows(captured, 0, captured.q.shape[2]):
         cosine = _scores(angles, rows)
         bins = ((cosine.clamp(-1, 1) + 1) * (COSINE_BINS / 2)).long().clamp_(max=COSINE_BINS - 1)
         bins = bins.masked_fill_(cosine == -inf, COSINE_BINS).flatten()  # invisible pairs, in a bin that is cut off
@@ -97,20 +97,22 @@ def cosine_histograms(seen: Seen) -> tuple[Tensor, Tensor]:
     return pairs.cpu(), weights.cpu()
 
 
-def log_attention_map(seen: Seen, window: HeatmapWindow, head: int | None = None, pool: str = "mean") -> Tensor:
+def log_attention_map(
+    captured: CapturedAttention, window: HeatmapWindow, head: int | None = None, pool: str = "mean"
+) -> Tensor:
     """Compute ln of the attention weights in a window of the first row, (cells, cells); -inf where nothing is visible.
 
     Args:
-        seen: the layer's queries and keys.
+        captured: the layer's queries and keys.
         window: which part of the text.
         head: that one; by default the mean of all.
         pool: where several pairs share a cell, the ln of their "mean" weight or of their largest ("max").
     """
     if pool not in ("mean", "max"):
         raise ValueError(f"pool: expected 'mean' or 'max', got {pool!r}")
-    calls, (down, across) = _fold_branches(seen), window.block
+    calls, (down, across) = _fold_branches(captured), window.block
     cells = []
-    for rows in _split_rows(seen, window.first, window.last, down):
+    for rows in _split_rows(captured, window.first, window.last, down):
         logs = _select_heads(_log_weights(calls, rows), window, head)
         # added up as logarithms: far from the diagonal the weights themselves are below what fp32 can hold
         logs = logs.logsumexp(0) - log(logs.shape[0])
@@ -123,14 +125,19 @@ def log_attention_map(seen: Seen, window: HeatmapWindow, head: int | None = None
     return torch.cat(cells).cpu()
 
 
-def score_map(seen: Seen, window: HeatmapWindow, head: int | None = None) -> tuple[Tensor, float | None, float | None]:
+def score_map(
+    captured: CapturedAttention, window: HeatmapWindow, head: int | None = None
+) -> tuple[Tensor, float | None, float | None]:
     """Compute scores without temperature in a window of the first row, (cells, cells), and their minimum and maximum.
 
     Means over heads, and over the visible pairs that share a cell; nan (None) where nothing is visible.
     """
-    calls, (down, across) = _fold_branches(replace(seen, recipe=replace(seen.recipe, temperature=None))), window.block
+    calls, (down, across) = (
+        _fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None))),
+        window.block,
+    )
     cells, least, most = [], inf, -inf
-    for rows in _split_rows(seen, window.first, window.last, down):
+    for rows in _split_rows(captured, window.first, window.last, down):
         scores = _select_heads(_scores(calls, rows), window, head).mean(0)
         visible = scores > -inf
         if visible.any():
@@ -140,29 +147,31 @@ def score_map(seen: Seen, window: HeatmapWindow, head: int | None = None) -> tup
     return torch.cat(cells).cpu(), *((least, most) if least <= most else (None, None))
 
 
-def _to_accumulation_dtype(seen: Seen) -> Seen:
+def _to_accumulation_dtype(captured: CapturedAttention) -> CapturedAttention:
     """Convert to fp32: from queries and keys in bf16, the entropy of large scores would be off by tenths."""
-    return replace(seen, q=seen.q.to(accumulation_dtype(seen.q)), k=seen.k.to(accumulation_dtype(seen.k)))
+    return replace(
+        captured, q=captured.q.to(accumulation_dtype(captured.q)), k=captured.k.to(accumulation_dtype(captured.k))
+    )
 
 
-def _geometry(seen: Seen) -> tuple[Layout, Region]:
-    options = seen.options
+def _geometry(captured: CapturedAttention) -> tuple[Layout, Region]:
+    options = captured.options
     mask, causal = options.get("mask"), options.get("causal", False)
-    return geometry(seen.q, seen.k, seen.recipe.mask, mask, causal, None, None, seen.layout)
+    return geometry(captured.q, captured.k, captured.recipe.mask, mask, causal, None, None, captured.layout)
 
 
-def _fold_branches(seen: Seen) -> list[FoldedBranch]:
+def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
-    seen = _to_accumulation_dtype(seen)
-    with autocast_disabled(seen.q):
-        scale = seen.options.get("scale")
-        return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolve(), *_geometry(seen), scale, False)
+    captured = _to_accumulation_dtype(captured)
+    q, k, scale = captured.q, captured.k, captured.options.get("scale")
+    with autocast_disabled(q):
+        return calls_of(q, k, k, captured.recipe.resolve(), *_geometry(captured), scale, False)
 
 
-def _split_rows(seen: Seen, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
+def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
     """Split rows first … last - 1 into slices of at most MAX_PAIRS pairs, each a multiple of `multiple` rows."""
-    batch, heads = seen.q.shape[:2]
-    most = MAX_PAIRS.get(seen.q.device.type, 1 << 20) // (batch * heads * seen.k.shape[2])
+    batch, heads = captured.q.shape[:2]
+    most = MAX_PAIRS.get(captured.q.device.type, 1 << 20) // (batch * heads * captured.k.shape[2])
     step = max(1, most // multiple) * multiple
     for at in range(first, last, step):
         yield slice(at, min(at + step, last))

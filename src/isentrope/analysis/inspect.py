@@ -26,11 +26,11 @@ from isentrope.evaluation.loading import get_model_name, load_causal_model, load
 from isentrope.evaluation.recipes import PLAIN, under_recipe
 from isentrope.evaluation.results import write_results
 from isentrope.evaluation.texts import Text, TextInput, iterate_documents
-from isentrope.hf.capture import Seen, recipe_of
+from isentrope.hf.capture import CapturedAttention, get_recipe
 from isentrope.hf.extend import extend, restore
-from isentrope.hf.layer import NAME
-from isentrope.hf.layer_plan import train_length
-from isentrope.models.gau.config import LEARNED, GAUAlphaConfig
+from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.names import CONFIG_KEY
+from isentrope.models.gau.config import LEARNED_WEIGHTS, GAUAlphaConfig
 from isentrope.pretrained import (
     load_pretrained,
     read_config,
@@ -162,13 +162,13 @@ def load_model(name: str, recipe: str | None = None, device: str = "auto", dtype
     device, resolved = resolve_model_device(name, device, dtype)
     if _is_gau(name):  # its recipe is a part of it
         # what another recipe learns may have no weights yet
-        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
+        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED_WEIGHTS}
         return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=resolved, **given).to(device)
     model: Any = load_causal_model(name, resolved)
     model = model.to(device)
     if recipe is None:
         return model
-    return extend(restore(model) if hasattr(model.config, NAME) else model, recipe)
+    return extend(restore(model) if hasattr(model.config, CONFIG_KEY) else model, recipe)
 
 
 def load_text(text: TextInput, name: str, length: int) -> Text:
@@ -206,7 +206,7 @@ def measure_attention(model: Any, name: str, text: Text, config: InspectConfig, 
     longest = config.lengths[-1]
     if len(text.tokens) < longest:
         raise ValueError(f"{text.name}: expected {longest} tokens, the longest of lengths, got {len(text.tokens)}")
-    trained = config.train_length or train_length(model.config.get_text_config())
+    trained = config.train_length or read_train_length(model.config.get_text_config())
     lengths = sorted({*config.lengths, *([trained] if trained and trained <= longest else [])})
     ids = torch.tensor(text.tokens[:longest])[None]
     rows: list[list[dict[str, Any]]] = []
@@ -217,7 +217,7 @@ def measure_attention(model: Any, name: str, text: Text, config: InspectConfig, 
     entropy = [[layer["entropy"] for layer in row] for row in rows]
     base = entropy[lengths.index(trained)] if trained in lengths else None
     units, dtype = find_gated_units(model), str(next(model.parameters()).dtype)
-    recipe = units[0].recipe if units else recipe_of(model)
+    recipe = units[0].recipe if units else get_recipe(model)
     results = {
         "model": {"name": Path(name).name, "type": model.config.model_type, "dtype": dtype.removeprefix("torch.")},
         "recipe": {"text": str(recipe), **recipe.to_dict()},
@@ -266,20 +266,22 @@ def _measure_layer(model: Any, ids: Tensor, index: int, config: InspectConfig, o
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         results["heatmaps"][kind] = {"file": path.name, "sha256": digest, **asdict(window), **numbers}
 
-    def observe(seen: Seen) -> None:
-        if seen.index != index:
+    def observe(captured: CapturedAttention) -> None:
+        if captured.index != index:
             return
-        for stage, attention in track_progress((("before", seen.unturned()), ("after", seen)), f"layer {index}"):
+        for stage, attention in track_progress(
+            (("before", captured.without_position()), ("after", captured)), f"layer {index}"
+        ):
             pairs, attended = statistics.cosine_histograms(attention)
             histogram = {"pairs": pairs.tolist(), "attention": attended.tolist()}
             peaks = {"pairs_peak": _peak(pairs), "attention_peak": _peak(attended)}
             results["angles"][stage] = histogram | peaks
             scores, low, high = statistics.score_map(attention, whole, config.head)
             save_heatmap(f"scores_{stage}", whole, scores, least=low, largest=high)
-        save_heatmap("attention", whole, statistics.log_attention_map(seen, whole, config.head))
+        save_heatmap("attention", whole, statistics.log_attention_map(captured, whole, config.head))
         if config.inset is not None:
-            save_heatmap("inset", config.inset, statistics.log_attention_map(seen, config.inset, config.head))
-        results["theory"] = _theory(seen)
+            save_heatmap("inset", config.inset, statistics.log_attention_map(captured, config.inset, config.head))
+        results["theory"] = _theory(captured)
 
     run_observed(model, ids, observe)
     return results
@@ -292,9 +294,9 @@ def _peak(histogram: Tensor) -> float:
     return float((2 * int(smooth.argmax()) + 1) / len(values) - 1)
 
 
-def _theory(seen: Seen) -> dict[str, float] | None:
+def _theory(captured: CapturedAttention) -> dict[str, float] | None:
     """Compute η* of Eq. 18 for cosine scores; None for others."""
-    score, size = seen.recipe.score, seen.q.shape[-1]
+    score, size = captured.recipe.score, captured.q.shape[-1]
     if not isinstance(score, Cosine) or size < 3:
         return None
     return {"alpha": score.alpha, "head_dim": size, "peak_cosine": float(peak_cosine(score.alpha, size))}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.analysis.attention_statistics import head_entropy, uniform_entropy
-from isentrope.hf.capture import Seen, observed
+from isentrope.hf.capture import CapturedAttention, capture_attention
 from isentrope.models.gau.modeling import GatedAttentionUnit
 
 
@@ -27,11 +27,11 @@ def layer_entropies(model: nn.Module, input_ids: Tensor) -> Tensor:
 def head_entropies(model: nn.Module, input_ids: Tensor) -> list[Tensor]:
     """Compute the mean attention entropy of each layer's heads in nats, over rows and queries, (heads,) in fp64."""
     entropies: list[Tensor] = []
-    run_observed(model, input_ids, lambda seen: entropies.append(head_entropy(seen)))
+    run_observed(model, input_ids, lambda captured: entropies.append(head_entropy(captured)))
     return entropies
 
 
-def run_observed(model: Any, input_ids: Tensor, observe: Callable[[Seen], None]) -> None:
+def run_observed(model: Any, input_ids: Tensor, observe: Callable[[CapturedAttention], None]) -> None:
     """Run a model on tokens without logits, and call `observe` with every layer's attention; nothing is kept of it."""
     inner = getattr(model, "base_model", model)
     options = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
@@ -45,12 +45,12 @@ def run_observed(model: Any, input_ids: Tensor, observe: Callable[[Seen], None])
 
 
 @contextmanager
-def observe_attention(model: nn.Module, observe: Callable[[Seen], None]) -> Iterator[None]:
+def observe_attention(model: nn.Module, observe: Callable[[CapturedAttention], None]) -> Iterator[None]:
     """Call `observe` for each attention layer that runs while the block lasts."""
     units = find_gated_units(model)
     with ExitStack() as stack:
         if not units:
-            stack.enter_context(observed(model, observe))
+            stack.enter_context(capture_attention(model, observe))
         for index, unit in enumerate(units):
             for handle in _add_hooks(index, unit, observe):
                 stack.callback(handle.remove)
@@ -62,7 +62,7 @@ def find_gated_units(model: nn.Module) -> list[GatedAttentionUnit]:
     return [module for module in model.modules() if isinstance(module, GatedAttentionUnit)]
 
 
-def _add_hooks(index: int, unit: GatedAttentionUnit, observe: Callable[[Seen], None]) -> Iterator[Any]:
+def _add_hooks(index: int, unit: GatedAttentionUnit, observe: Callable[[CapturedAttention], None]) -> Iterator[Any]:
     """Hook a unit's query and key modules for their outputs, and the unit for the layout it is called with."""
     outputs: dict[str, Tensor] = {}
 
@@ -73,7 +73,7 @@ def _add_hooks(index: int, unit: GatedAttentionUnit, observe: Callable[[Seen], N
         return hook
 
     def pass_on(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        observe(Seen(index, outputs.pop("q"), outputs.pop("k"), unit.recipe, {"layout": args[1]}))
+        observe(CapturedAttention(index, outputs.pop("q"), outputs.pop("k"), unit.recipe, {"layout": args[1]}))
 
     yield unit.q_scaleoffset.register_forward_hook(keep("q"))
     yield unit.k_scaleoffset.register_forward_hook(keep("k"))
@@ -84,12 +84,12 @@ def entropy_rows(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """Measure for each layer the mean entropy of its heads, and that of uniform attention; ready for JSON."""
     rows: list[dict[str, Any]] = []
 
-    def observe(seen: Seen) -> None:
+    def observe(captured: CapturedAttention) -> None:
         rows.append(
             {
-                "index": seen.index,
-                "entropy": head_entropy(seen).tolist(),
-                "uniform": uniform_entropy(seen),
+                "index": captured.index,
+                "entropy": head_entropy(captured).tolist(),
+                "uniform": uniform_entropy(captured),
             }
         )
 

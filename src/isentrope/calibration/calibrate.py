@@ -31,9 +31,9 @@ from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.recipes import PLAIN, parse_recipe, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
-from isentrope.hf.capture import recipe_of
-from isentrope.hf.introspection import probe
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.capture import get_recipe
+from isentrope.hf.introspection import introspect
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
 from isentrope.utils.files import write_atomically
@@ -120,7 +120,7 @@ def fit_temperature(
         name: what the results call the model.
         say: called with each line of news.
     """
-    if (own := recipe_of(model)) != Recipe():
+    if (own := get_recipe(model)) != Recipe():
         raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
     model.eval()
     return _Calibration(model, texts, config, out, name, say).run()
@@ -136,7 +136,7 @@ class _Calibration:
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        trained = config.train_length or train_length(model.config.get_text_config())
+        trained = config.train_length or read_train_length(model.config.get_text_config())
         if trained is None:
             raise ValueError("train_length: expected a number, since this model's config has none")
         if config.length <= trained:
@@ -144,7 +144,7 @@ class _Calibration:
         self.model, self.config, self.out, self.say, self.trained = model, config, out, say, trained
         self.fitting, self.held_out = split_texts(texts, config.length, config.seed)
         self.knots = choose_knots(trained, config.length)
-        self.layers = probe(model)
+        self.layers = introspect(model)
         self.start_time = time.monotonic()
         self.provenance = collect_provenance() | {"transformers": transformers.__version__}
         self.data = self._open_store(name)

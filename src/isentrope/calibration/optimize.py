@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.perplexity import differentiable_losses
-from isentrope.hf.learned_temperature import checkpointed, tempered
+from isentrope.hf.learned_temperature import checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
 
 MAX_EVALUATIONS = 24  # of one law
@@ -68,7 +68,7 @@ def loss_and_gradient(
     total, gradient = 0.0, torch.zeros_like(logs, dtype=torch.float64)
     config = model.config.get_text_config()
     heavy = edges[-1] * config.hidden_size * config.num_hidden_layers > MAX_ACTIVATIONS
-    with checkpointed(model) if heavy else nullcontext():
+    with checkpoint_layers(model) if heavy else nullcontext():
         for tokens in texts:
             loss = mean_bucket_loss(differentiable_losses(model, tokens), edges) / len(texts)
             gradient += torch.autograd.grad(loss, logs)[0]
@@ -117,7 +117,7 @@ def fit_law(problem: FitProblem, history: list[dict[str, Any]], on_evaluation: C
 
     options = {"maxfun": MAX_EVALUATIONS, "maxiter": MAX_EVALUATIONS, "ftol": MIN_GAIN_NATS, "gtol": MIN_GAIN_NATS / 4}
     try:
-        with tempered(model, problem.recipe, edges, logs):
+        with learn_temperatures(model, problem.recipe, edges, logs):
             solution = minimize(evaluate, np.zeros(start.size), jac=True, method="L-BFGS-B", options=options)
     except StopFit as end:
         return str(end)
