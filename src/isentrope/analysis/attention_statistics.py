@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from isentrope.attention import attention
 from isentrope.backends.sdpa import MAX_HEAD_DIM
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
@@ -138,17 +138,20 @@ def _widened(seen: Seen) -> Seen:
 
 
 def _where(seen: Seen) -> tuple[Layout, Region]:
+    return compute_geometry(_inputs(seen), seen.recipe.mask)
+
+
+def _inputs(seen: Seen) -> Inputs:
     options = seen.options
-    mask, causal = options.get("mask"), options.get("causal", False)
-    return geometry(seen.q, seen.k, seen.recipe.mask, mask, causal, None, None, seen.layout)
+    mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
+    return Inputs(seen.q, seen.k, seen.k, mask, causal, layout=seen.layout, scale=scale)
 
 
 def _branches(seen: Seen) -> list[FoldedBranch]:
-    """The attention as its backend is asked for it, with everything folded into queries and keys."""
+    """Return the attention as a backend computes it, with everything folded into queries and keys."""
     seen = _widened(seen)
     with autocast_disabled(seen.q):
-        scale = seen.options.get("scale")
-        return calls_of(seen.q, seen.k, seen.k, seen.recipe.resolve(), *_where(seen), scale, False)
+        return build_call(_inputs(seen), seen.recipe.resolve()).fold()
 
 
 def _chunks(seen: Seen, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
