@@ -1,15 +1,19 @@
 """GPU tests run where there is a GPU, slow ones when asked for."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
-LONGEST = (
-    "test_matrix", "test_streaming", "test_smollm2", "test_compile", "test_train_killed", "test_compiled",
-    "test_precision", "test_train", "test_inspect", "test_stories",
-)  # fmt: skip
+# assertions of helpers explain themselves as those of tests do
+pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests.contract.precision")
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "contract/test_matrix", "hf/test_streaming", "hf/test_smollm2", "hf/test_compile", "training/test_killed",
+    "core/test_compile", "contract/test_precision", "training/test_trainer", "analysis/test_inspect", "hf/test_stories",
+)  # fmt: skip
 
 # what torch says to itself while it compiles for a GPU
 WORDS = (
@@ -34,7 +38,8 @@ def pytest_collection_modifyitems(config, items):
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.filterwarnings(*WORDS))
     # the longest files first, so that no worker is left with one at the end
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).with_suffix("").as_posix(), len(order)))
     if gone := set(dropped):
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in gone]
@@ -58,14 +63,14 @@ def _seed():
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A small corpus, prepared."""
-    from tests.small import make_corpus
+    from tests.fixtures.corpus import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
 def on_one_thread():
-    from tests.small import one_cpu_thread
+    from tests.fixtures.training import one_cpu_thread
 
     with one_cpu_thread():
         yield

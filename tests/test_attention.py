@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import isentrope as ise
-from isentrope import layout
 from isentrope.backends import chunked, sdpa
-from tests.largest import Largest
+from isentrope.core import layout
+from tests.fixtures.memory import Largest
 
 RECIPES = [
     "plain",
@@ -125,11 +125,11 @@ def test_what_is_remembered_is_bounded():
     layout._recent.clear()
     for keys in range(10, 20):  # decoding
         ise.attention(*tensors(1, keys), "leakyrerope:window=4", causal=True)
-    assert len(layout._recent) <= layout.MOST_LAYOUTS
+    assert len(layout._recent) <= layout.MAX_LAYOUTS
     for value in range(30):  # calibration
         fitted = ise.Fitted((4, 64), (1.0, 1.0 + value / 100))
         ise.attention(*tensors(), ise.Recipe(position=ise.RoPE(), temperature=fitted), causal=True)
-    assert max(len(kept._memory) for kept in layout._recent.values()) <= layout.MOST_MEMORIES
+    assert max(len(kept._memory) for kept in layout._recent.values()) <= layout.MAX_CACHED_VALUES
 
 
 def test_one_step_of_decoding_is_plain_attention():

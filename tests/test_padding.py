@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
-from isentrope.layout import Layout
 from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import attention
 from isentrope.backends import padding
-from tests.test_properties import EXACT, brute
+from isentrope.core.layout import Layout
+from tests.fixtures.oracle import brute
+from tests.fixtures.recipes import EXACT
 
 BACKENDS = ("reference", "dense", "sdpa", "chunked", "flex")
 KEYS = 13

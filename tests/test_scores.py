@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isentrope.scores import unit
+from isentrope.core.rotation import normalise_vectors
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
@@ -18,7 +18,7 @@ def test_cosine_gradients_of_values_worked_out_anew():
     def loss():
         with torch.autocast("cpu", torch.bfloat16):
             z = torch.nn.functional.silu(torch.nn.functional.linear(x, to_z))
-        return (unit((z * gain.to(z.dtype)).float()).to(torch.bfloat16).float() * weight).sum()
+        return (normalise_vectors((z * gain.to(z.dtype)).float()).to(torch.bfloat16).float() * weight).sum()
 
     (expected,) = torch.autograd.grad(loss(), to_z)
     (ours,) = torch.autograd.grad(torch.compile(loss)(), to_z)

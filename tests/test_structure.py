@@ -11,7 +11,8 @@ import pytest
 
 import isentrope
 
-SOURCE = Path(__file__).parents[1] / "src" / "isentrope"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "isentrope"
 # a module may import from storeys below its own; siblings on one storey do not know each other
 STOREYS = (
     ("parts", "region", "precision", "compiled", "files", "imports", "dtypes", "extras"),
@@ -101,3 +102,9 @@ def test_theory_is_there_when_asked_for():
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_modules_stay_small(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_tests_and_benchmarks_stay_small(folder):
+    lengths = {str(path): len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert not {path: lines for path, lines in lengths.items() if lines > 400}

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from isentrope.core import call
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.evaluation.masked_lm import Protocol, evaluate, summarize_scores
+from isentrope.evaluation.masked_lm import MaskingProtocol, score_documents, summarize_scores
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.positions import PI, ReRoPE
 from isentrope.pretrained import resolve_device
@@ -75,8 +75,8 @@ def main() -> None:
             model.to(device).eval()
             call.fold = folds
             for length in LENGTHS:
-                protocol = Protocol(positions=options.positions)
-                scores = evaluate(model, prepared.documents("test"), hashes, length, mask, protocol)
+                protocol = MaskingProtocol(positions=options.positions)
+                scores = score_documents(model, prepared.documents("test"), hashes, length, mask, protocol)
                 rows.append({"what": name, "law": law.strip("+"), "length": length} | summarize_scores(scores))
                 write_json(options.out, {"rows": rows, "run": collect_provenance()})
                 print(f"{name:18s} {law:26s} {length:5d} {rows[-1]['ppl']:8.2f} {rows[-1]['acc']:.3f}", flush=True)

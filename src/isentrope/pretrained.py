@@ -21,7 +21,7 @@ from isentrope.core.dtypes import choose_load_dtype, parse_dtype
 from isentrope.utils.files import read_fields, read_json
 
 AGAIN = "fetch or save it again"
-HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RUN_DTYPES = ("bfloat16", "float16", "float32")
 SPECIAL = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # infinity in bits, and NaN above it
@@ -84,7 +84,7 @@ def load_pretrained(
     Raises:
         ValueError: names the file or folder, what is wrong with it and the remedy.
     """
-    hub = {key: options[key] for key in HUB if key in options}
+    hub = {key: options[key] for key in HUB_OPTIONS if key in options}
     files = [] if options.get("gguf_file") else check_weights(name, remedy, **hub)
     where = files[0] if len(files) == 1 else name
     with _without_report():

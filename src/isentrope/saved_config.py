@@ -17,9 +17,9 @@ class IsentropeConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        from isentrope.hf.saved_models import read_config
+        from isentrope.hf.saved_models import build_config
 
-        return read_config(config_dict, **options)
+        return build_config(config_dict, **options)
 
 
 AutoConfig.register(IsentropeConfig.model_type, IsentropeConfig, exist_ok=True)

@@ -127,3 +127,30 @@ def build(position: str, temperature: str, mask: str, score: str, setting: Setti
                     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
                     weight.add_(0.05 * noise.to(weight))
     return recipe
+
+
+NAMES = ("out", "lse", "entropy", "dq", "dk", "dv")
+# fp64 arithmetic on a hundred tokens: a thousand roundings, times the size of the largest quantities
+TOLERANCE = 1e-10
+
+
+def run(recipe, setting, causal, backend, dtype=torch.float64, device="cpu", gradients=True):
+    q, k, v = (x.requires_grad_(gradients) for x in setting.tensors(dtype, device))
+    with torch.set_grad_enabled(gradients):
+        out, aux = ise.attention(
+            q, k, v, recipe, causal=causal, backend=backend, return_lse=True, return_entropy=True,
+            **setting.arguments(device),
+        )  # fmt: skip
+    results = [out, aux.lse, aux.entropy]
+    if gradients:
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        results += torch.autograd.grad((out * weight.to(out)).sum(), (q, k, v))
+    return [x.detach() for x in results]
+
+
+def difference(ours, reference):
+    """Largest absolute difference; infinities must stand in the same places, and nothing may be NaN."""
+    if not torch.equal(ours.isinf(), reference.isinf()) or ours.isnan().any() or ours.shape != reference.shape:
+        return float("inf")
+    finite = reference.isfinite()
+    return (ours[finite].double() - reference[finite]).abs().max().item() if finite.any() else 0.0

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from isentrope.asked import geometry, unfolded
-from isentrope.fold import _fold, angles, fold
-from isentrope.region import Region
 from torch.autograd import forward_ad
 
 import isentrope as ise
-from isentrope import compiled
 from isentrope.attention import attention
-from isentrope.backends.band import cut_up
+from isentrope.backends.band.backend import cut_up
+from isentrope.builder import geometry, unfolded
+from isentrope.core import compile as compiled
+from isentrope.core.region import Region
+from isentrope.core.rotation import _rotate_and_scale, compute_angles, rotate_and_scale
 from tests.contract.matrix import Setting
 
 hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9, reason="band wants Hopper or later"
 )
-INTERPRETED = compiled.TRITON and compiled.INTERPRETED
+INTERPRETED = compiled.HAS_TRITON and compiled.TRITON_INTERPRETED
 RECIPES = (
     "rope+infoscale:train_length=16",
     "cosine:alpha=16+rope+infoscale:train_length=16",
@@ -185,12 +185,19 @@ def check_fold(turned, heated, normalise, size, dtype, device):
     make = torch.Generator(device).manual_seed(0)
     x = torch.randn(2, 11, 70, size, generator=make, device=device).to(dtype)[:, 1:]
     position = torch.arange(70.0, device=device)[None]
-    turn = angles(position, torch.rand(size // 2, generator=make, device=device), torch.float32) if turned else None
+    turn = (
+        compute_angles(position, torch.rand(size // 2, generator=make, device=device), torch.float32)
+        if turned
+        else None
+    )
     tau = torch.rand(2, 10, 70, generator=make, device=device) + 0.5 if heated else None
     if turn is None and tau is None and not normalise:
         return
     results = []
-    for run in (fold, lambda x, turn, tau, normalise: _fold(x, *(turn or (None, None)), tau, normalise, False)):
+    for run in (
+        rotate_and_scale,
+        lambda x, turn, tau, normalise: _rotate_and_scale(x, *(turn or (None, None)), tau, normalise, False),
+    ):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(not normalise)
         out = run(given, turn, tau, normalise)
         out.sum().backward() if given.requires_grad else None
@@ -348,7 +355,7 @@ def test_interpreted_and_traced_decoding_have_one_shape():
     q, k, v = (x.transpose(1, 2) for x in Setting(6, 2, heads=1, kv_heads=300, d=64, dv=32).tensors(torch.float32))
     bounds, turn = (
         torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32),
-        angles(torch.zeros(1, 1), torch.ones(32), torch.float32),
+        compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32),
     )
     given = (q, k, v, bounds, list(turn), [True, False], None, 0.125, False)
     torch.library.opcheck(torch.ops.isentrope.decode.default, given, test_utils=("test_schema", "test_faketensor"))
@@ -364,7 +371,7 @@ def test_fold_interpreted(given):
 def test_interpreted_fold_refuses_derivatives_that_it_does_not_have():
     x, turn = torch.randn(1, 2, 8, 32), torch.randn(1, 1, 8, 16)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        fold(forward_ad.make_dual(x, torch.randn_like(x)), (turn, turn))
+        rotate_and_scale(forward_ad.make_dual(x, torch.randn_like(x)), (turn, turn))
 
 
 def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
@@ -372,7 +379,7 @@ def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
     q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
     monkeypatch.setattr(module, "AT_ONCE", q.numel() // 3)
     for text in ("rerope:window=8+infoscale:train_length=16", "alibi", "ssmax:heads=6,bias=True"):
-        recipe = recipe_of(text).resolved()
+        recipe = recipe_of(text).resolve()
         layout, region = geometry(q, k, recipe.mask, None, True, None, None)
         asked = unfolded(q, k, v, recipe, layout, region, None, False)
         assert len(list(asked.split_heads(module.AT_ONCE))) == 3

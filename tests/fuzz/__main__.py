@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isentrope.files import complete
+
+from isentrope.utils.files import write_atomically
 
 # cases by default; families are as many as transformers has, kills are of a training and of a study
 CASES = {"attention": 4000, "recipes": 20000, "families": None, "kills": 20}
@@ -56,7 +57,7 @@ class Tally:
             current = time.monotonic()
             self.data["seconds"] += current - self.saved
             self.saved = current
-            with complete(self.path) as partial:
+            with write_atomically(self.path) as partial:
                 partial.write_text(json.dumps(self.data, indent=1), encoding="utf-8")
         if now is None or now - self.printed > EVERY:
             self.printed = time.monotonic()
@@ -82,10 +83,10 @@ def fuzz_recipes(tally: Tally, seed: int) -> None:
 
 
 def fuzz_families(tally: Tally, seed: int) -> None:
+    from tests.fixtures import model_types
     from tests.fuzz import families
-    from tests.hf import every_family
 
-    names = every_family.names()
+    names = model_types.names()
 
     def judge(index: int) -> dict[str, int]:
         with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +137,9 @@ def _total(kind: str, cases: int | None) -> int:
     if kind == "kills":
         return 2
     if kind == "families":
-        from tests.hf import every_family
+        from tests.fixtures import model_types
 
-        return min(cases or 10**9, len(every_family.names()))
+        return min(cases or 10**9, len(model_types.names()))
     return cases or CASES[kind] or 0
 
 

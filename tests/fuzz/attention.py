@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import isentrope as ise
-from tests.contract import test_precision
-from tests.contract.matrix import build
-from tests.contract.test_matrix import NAMES, TOLERANCE, difference, run
-from tests.contract.test_precision import Plain
+from tests.contract import precision
+from tests.contract.matrix import NAMES, TOLERANCE, build, difference, run
+from tests.contract.precision import Plain
 
 BACKENDS = ("dense", "sdpa", "chunked", "flex")
 ROWS = ("", "", "lengths", "left", "documents", "documents+lengths", "documents+left", "positions", "queries", "pair")
@@ -221,7 +220,7 @@ def compare(drawn: Case, backend: str, ours: list[Tensor], truth: list[Tensor], 
         assert not wrong, f"{drawn} on {backend}: {wrong}"
         return
     try:
-        test_precision.compare(ours, truth, plain, backend, "")
+        precision.compare(ours, truth, plain, backend, "")
     except AssertionError as error:
         raise AssertionError(f"{drawn} on {backend}: {str(error).partition(' of ')[0] or 'not finite'}") from error
 
@@ -231,7 +230,7 @@ def by_hand(drawn: Case) -> Plain | None:
     if drawn.dtype == torch.float64:
         return None
     # written by hand it reads padding
-    plain = test_precision.eager(drawn.recipe, replace(drawn, spoiled=0.0), drawn.causal, drawn.dtype, "cpu")
+    plain = precision.eager(drawn.recipe, replace(drawn, spoiled=0.0), drawn.causal, drawn.dtype, "cpu")
     # Among thousands of cases some meet what sums in pairs may lose: eps/2 for each time that their terms are halved.
     # Some processors add up the products of fp16 in fp16, so that a score of one key alone shows it.
     times = log2(drawn.d * drawn.keys) / 2

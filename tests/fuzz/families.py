@@ -12,8 +12,8 @@ import torch
 from transformers.utils import logging
 
 import isentrope as ise
-from isentrope.hf.layer import NAME
-from tests.hf.every_family import ACTIVE, VOCABULARY, _error, _silent, build, examine, output
+from isentrope.hf.names import CONFIG_KEY
+from tests.fixtures.model_types import ACTIVE, VOCABULARY, _error, _silent, build, examine, output
 
 PADDING = 7
 
@@ -66,6 +66,6 @@ def _wrong_when_loaded(model: Any, ids: torch.Tensor, recipe: str, folder: Path)
     wrong = [] if torch.equal(output(loaded, ids), expected) else [f"{recipe} loaded gives other numbers"]
     ise.restore(loaded)
     ise.restore(model)
-    if hasattr(loaded.config, NAME) or not torch.equal(output(loaded, ids), output(model, ids)):
+    if hasattr(loaded.config, CONFIG_KEY) or not torch.equal(output(loaded, ids), output(model, ids)):
         wrong.append(f"{recipe} loaded is not restored")
     return wrong

@@ -16,15 +16,20 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-from isentrope.study import plan as plans
-from isentrope.study.run import run
 
-from tests.small import make_corpus
-from tests.test_run import PLAN
-from tests.test_train_killed import arguments, assert_same_run
+from isentrope.experiments import plan as plans
+from isentrope.experiments.runner import run_plan
+from tests.fixtures.corpus import make_corpus
+from tests.fixtures.plans import PLAN
+from tests.fixtures.training import arguments, assert_same_run
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PRELOADED = ["isentrope.cli", "isentrope.study.run", "isentrope.study.train", "isentrope.report.losses"]
+PRELOADED = [
+    "isentrope.cli",
+    "isentrope.experiments.runner",
+    "isentrope.training.trainer",
+    "isentrope.report.figures.losses",
+]
 PATIENCE = 600  # seconds
 
 
@@ -44,7 +49,7 @@ def _train(folder: Path, out: Path) -> None:
 
 
 def _study(folder: Path, out: Path) -> None:
-    run(plans.parse("small", PLAN), out, folder, print)
+    run_plan(plans.parse_plan("small", PLAN), out, folder, print)
 
 
 def training(seed: int, folder: Path, kills: int) -> int:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import isentrope as ise
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 RECIPES = [
     "infoscale",

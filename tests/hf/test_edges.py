@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import isentrope as ise
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 SIZES = {
     "vocab_size": 97,

@@ -1,4 +1,4 @@
-"""Types of models beyond the families of `families.py`: idle recipes to the bit, position methods where they belong."""
+"""Model types beyond `fixtures/families.py`: idle recipes to the bit, position methods where they belong."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import isentrope as ise
-from tests.hf import every_family
-from tests.hf.every_family import build, output
+from tests.fixtures import model_types
+from tests.fixtures.model_types import build, output
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -29,7 +29,7 @@ SETS = {
 
 
 def model_of(name, **options):
-    if name not in every_family.names():
+    if name not in model_types.names():
         pytest.skip(f"this transformers has no {name}")
     model = build(name, **options)
     assert not isinstance(model, str), model
@@ -37,7 +37,7 @@ def model_of(name, **options):
 
 
 def ids_of(length):
-    return torch.randint(3, every_family.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(3, model_types.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -119,6 +119,6 @@ def test_rotation_by_complex_numbers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every_family.names())
+@pytest.mark.parametrize("name", model_types.names())
 def test_every_type(name):
-    assert not every_family.examine(name).wrong
+    assert not model_types.examine(name).wrong

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from isentrope.region import EVERYTHING, band, first
 from torch import Tensor, nn
 
 import isentrope as ise
+from isentrope.core.region import EVERYTHING, band, first_keys
 from isentrope.masks import Mask, Sink
 from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
 from isentrope.positions.rope import PI, Rotary
 from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES, Setting, build
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 LENGTH = 40
 SETTING = Setting(LENGTH, LENGTH, d=16)
@@ -173,7 +173,7 @@ class Beginning(Mask):
     """The first 30 keys."""
 
     def region(self, causal: bool):
-        return (band(-torch.inf, 1) if causal else EVERYTHING) & first(30)
+        return (band(-torch.inf, 1) if causal else EVERYTHING) & first_keys(30)
 
 
 class Nowhere(Sink):

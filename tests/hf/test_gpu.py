@@ -9,7 +9,7 @@ import torch
 from transformers import CompileConfig
 
 import isentrope as ise
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 pytestmark = pytest.mark.gpu
 RECIPES = (

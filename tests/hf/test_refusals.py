@@ -1,16 +1,11 @@
-"""What cannot be carried out is refused with the reason, and leaves the model as it was."""
+"""Recipes and models that cannot be extended are refused with the reason, and the model stays as it was."""
 
 from __future__ import annotations
 
-import json
-import warnings
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     MptConfig,
@@ -21,44 +16,9 @@ from transformers import (
 )
 
 import isentrope as ise
-from tests.hf.families import FAMILIES, logits, snapshot, unchanged
-from tests.hf.tiny import TRAINED, VOCABULARY, llama, tokens
-
-LONG = 100
-
-
-def outputs(model):
-    """Of the plain model, whatever it calls them."""
-    ids = tokens(2, 20)
-    given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model(input_ids=ids, **given)[0]
-
-
-def refused(model, recipe, match, **options):
-    """`extend` raises ValueError, and nothing about the model has changed."""
-    plain = outputs(model)
-    before = snapshot(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # whether it warns before it refuses is no matter here
-        with pytest.raises(ValueError, match=match):
-            ise.extend(model, recipe, **options)
-    assert torch.equal(outputs(model), plain)
-    unchanged(model, before)
-
-
-def refused_at_call(model, match, ids, **given):
-    """An extended model raises ValueError at a call, and goes on working."""
-    good = tokens(1, LONG)
-    model.eval()
-    before = logits(model, good)
-    model.train(given.pop("training", False))
-    with pytest.raises(ValueError, match=match), torch.no_grad():
-        model(ids, **given)
-    assert torch.equal(logits(model.eval(), good), before)
-
-
-# --- recipes --------------------------------------------------------------------------------------------------------
+from tests.fixtures.families import FAMILIES, logits
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.refusals import LONG, refused
 
 
 @pytest.mark.parametrize(
@@ -299,130 +259,3 @@ def test_not_extended(call):
     model = ise.restore(ise.extend(llama(), "infoscale"))
     with pytest.raises(ValueError, match="not extended"):
         call(model)
-
-
-# --- calls ----------------------------------------------------------------------------------------------------------
-
-CALLED = ["infoscale:train_length=64", "rerope:window=32", "window:size=16"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64], ids=str)
-@pytest.mark.parametrize("length", [3, 20, LONG])
-@pytest.mark.parametrize("recipe", CALLED)
-def test_mask_for_each_pair(recipe, length, dtype):
-    mask = torch.ones(1, 1, length, length).tril().to(dtype)
-    model = ise.extend(llama(), recipe)
-    refused_at_call(model, r"attention_mask: expected .*\(batch, tokens\)", tokens(1, length), attention_mask=mask)
-
-
-def test_mask_for_each_pair_of_an_encoder():
-    model = ise.extend(FAMILIES["bert"].model(), "infoscale:train_length=64")
-    mask = torch.ones(1, 1, 20, 20).bool()
-    refused_at_call(model, r"attention_mask: expected .*\(batch, tokens\)", tokens(1, 20), attention_mask=mask)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
-@pytest.mark.parametrize("length", [20, LONG])
-@pytest.mark.parametrize("recipe", CALLED)
-def test_padding_between_tokens(recipe, length, dtype):
-    mask = torch.ones(2, length, dtype=dtype)
-    mask[1, 7:9] = 0
-    model = ise.extend(llama(), recipe)
-    refused_at_call(model, "attention_mask: .*between tokens", tokens(2, length), attention_mask=mask)
-
-
-@pytest.mark.parametrize("recipe", CALLED)
-def test_attention_dropout_where_a_recipe_acts(recipe):
-    model = ise.extend(llama(attention_dropout=0.5), recipe)
-    refused_at_call(model, "attention dropout: .*0.5.*attention_dropout=0", tokens(1, LONG), training=True)
-
-
-@pytest.mark.parametrize("recipe", ["rerope:window=64+infoscale:train_length=64", "sink:sinks=4,size=60"])
-def test_attention_dropout_where_a_recipe_rests(recipe):
-    """Then it is the plain model's: the same mask from the same seed."""
-    model, ids = llama(attention_dropout=0.5).train(), tokens(1, TRAINED)
-
-    def drawn():
-        torch.manual_seed(1)
-        return logits(model, ids)
-
-    plain = drawn()
-    assert not torch.equal(plain, logits(model, ids))
-    with ise.extended(model, recipe):
-        assert torch.equal(drawn(), plain)
-
-
-@pytest.mark.parametrize("recipe", CALLED)
-def test_direction_turned_after_extending(recipe):
-    """Transformers lets a causal model look ahead, for a call or in its config; masks were read before that."""
-    ids = tokens(1, 20)
-    model = llama()
-    assert not torch.allclose(logits(model, ids), logits(model, ids, is_causal=False))
-    ise.extend(model, recipe)
-    refused_at_call(model, "is_causal", ids, is_causal=False)
-    assert torch.equal(logits(model, ids, is_causal=True), logits(model, ids))
-    model.config.is_causal = False
-    with pytest.raises(ValueError, match="is_causal"):
-        model(ids)
-
-
-def test_direction_turned_before_extending():
-    model, ids = llama(), tokens(1, 40)
-    model.config.is_causal = False
-    plain = logits(model, ids)
-    assert not torch.allclose(plain, logits(llama(), ids))
-    with ise.extended(model, "rerope:window=64+infoscale:train_length=64"):
-        assert torch.equal(logits(model, ids), plain)
-        assert "every key" in str(ise.describe(model))
-        refused_at_call(model, "is_causal", ids, is_causal=True)
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_load_without_a_recipe(tmp_path):
-    llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="isentrope recipe"):
-        ise.load(tmp_path)
-    ise.restore(ise.extend(llama(), "infoscale")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="isentrope recipe"):
-        ise.load(tmp_path)
-    assert torch.equal(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path), tokens(1, 20)), logits(llama(), tokens(1, 20))
-    )
-
-
-@pytest.mark.parametrize(
-    ("written", "match"),
-    [
-        ({"recipe": {"temperature": {"name": "infoscal", "train_length": 64}}}, "did you mean 'infoscale'"),
-        ({"recipe": {"position": {"name": "rerope"}}}, "window"),
-        ({"recipe": {"temperature": {"name": "rerope", "window": 32}}}, "temperature"),
-        ({"backend": "auto"}, "isentrope recipe"),
-        ("rerope:window=32", "isentrope recipe"),
-        (None, "isentrope recipe"),
-    ],
-)
-def test_recipe_that_was_edited(written, match, tmp_path):
-    ise.extend(llama(), "rerope:window=32").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    if isinstance(written, dict):
-        written = {"base_model_type": "llama"} | written
-    path.write_text(json.dumps(config | {"isentrope": written}))
-    with pytest.raises(ValueError, match=match):
-        ise.load(tmp_path)
-
-
-@pytest.mark.parametrize("recipe", ["ssmax", "clex"])
-def test_learned_parameters_that_are_missing(recipe, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        ise.extend(llama(), recipe, allow_untrained=True).save_pretrained(tmp_path)
-        path = tmp_path / "model.safetensors"
-        weights = load_file(path)
-        kept = {name: x for name, x in weights.items() if "isentrope" not in name}
-        assert len(kept) < len(weights)
-        save_file(kept, path, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"the recipe's parameter .*got none"):
-            ise.load(tmp_path)

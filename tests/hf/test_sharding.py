@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import isentrope as ise
-from tests.hf.tiny import llama, tokens
+from tests.fixtures.models import llama, tokens
 
 IDS = tokens(1, 24)
 PER_HEAD = ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2], [1.0, 1.5], [1.0, 2.0], [1.0, 3.0]]))

@@ -28,8 +28,7 @@ from transformers import (
 import isentrope as ise
 from isentrope.hf.card import CARD
 from isentrope.hf.saved_models import MODEL_TYPE, add_marks, remove_marks
-
-from .tiny import TRAINED, VOCABULARY, llama, tokens
+from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
 LONG = 80  # past the length of the tiny model
 RECIPE = "rerope:window=32+infoscale"

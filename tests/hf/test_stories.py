@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from isentrope.study.causal.perplexity import token_losses
 from transformers import AutoModelForCausalLM
 
 import isentrope as ise
+from isentrope.evaluation.perplexity import token_losses
 
 MODELS = Path(os.environ.get("ISENTROPE_MODELS", Path(__file__).parents[3] / "shared" / "models"))
 FOLDER = MODELS / "stories15M"

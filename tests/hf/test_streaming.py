@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import isentrope as ise
-from tests.hf.test_generation import gemma, mistral
-from tests.hf.tiny import TRAINED, llama, tokens
+from tests.fixtures.generation import gemma, mistral
+from tests.fixtures.models import TRAINED, llama, tokens
 
 SINKS, SIZE = 4, 24
 SINK = f"sink:sinks={SINKS},size={SIZE}"

@@ -7,13 +7,13 @@ from math import sqrt
 
 import pytest
 import torch
-from isentrope.models.dropout import dropout
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from isentrope.data.batches import Batches
-from tests.models.test_gau import model, tokens
-from tests.test_batches import MASK, ORDINARY, TEN
+from isentrope.data.batches import MaskedBatches
+from isentrope.models.gau.dropout import dropout
+from tests.fixtures.documents import MASK, ORDINARY, TEN
+from tests.fixtures.gau import model, tokens
 
 SHARE = 0.1
 SHAPES = [(8, 33), (8, 17, 24), (8, 2, 15, 15)]
@@ -66,7 +66,7 @@ def test_rows_places_and_steps_are_uncorrelated():
     numbers = noise()
     assert uncorrelated(kept(numbers))
     assert uncorrelated([kept(numbers, place) for place in range(13)])  # as many as six layers have
-    batches = Batches(TEN, length=40, size=8, seed=0, mask_token=MASK, ordinary=ORDINARY)
+    batches = MaskedBatches(TEN, length=40, size=8, seed=0, mask_token=MASK, replacement_tokens=ORDINARY)
     assert uncorrelated([kept(batches[step]["noise"]) for step in range(8)])
 
 
@@ -179,7 +179,7 @@ def test_every_place_of_the_model_drops_for_itself(monkeypatch):
         places.append(place)
         return dropout(x, share, noise, place)
 
-    monkeypatch.setattr("isentrope.models.gau.dropout", noted)
+    monkeypatch.setattr("isentrope.models.gau.modeling.dropout", noted)
     trained()(tokens(), noise=noise(2))
     assert sorted(places) == list(range(7))  # embeddings, and attention and output of three layers
 

@@ -7,10 +7,10 @@ from threading import Event, Thread
 import pytest
 import torch
 from accelerate import Accelerator
-from isentrope.study.step import Stepper
 from torch.testing import assert_close
 
 import isentrope.models as models
+from isentrope.training.step import Stepper
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("rope", "cosine:alpha=128", "alibi", "pi:factor=4+cosine:alpha=16", "clex", "rerope:window=8+infoscale")

@@ -18,7 +18,7 @@ from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import normalise_vectors
-from isentrope.hf.capture import Seen
+from isentrope.hf.capture import CapturedAttention
 
 PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, held at once
 BINS = 200  # of cosines from -1 to 1
@@ -55,7 +55,7 @@ class Window:
         return -(-(self.last - self.first) // CELLS), -(-(self.high - self.low) // CELLS)
 
 
-def entropy(seen: Seen) -> Tensor:
+def entropy(seen: CapturedAttention) -> Tensor:
     """Mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     seen = _widened(seen)
     # fused kernels know every recipe in fp32; "auto" would compile one for it on a GPU
@@ -65,13 +65,13 @@ def entropy(seen: Seen) -> Tensor:
     return aux.entropy.double().mean((0, 2))
 
 
-def uniform(seen: Seen) -> float:
+def uniform(seen: CapturedAttention) -> float:
     """The entropy if every query attended alike to all keys that it sees: the mean of ln n."""
     layout, region = _where(seen)
     return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
 
 
-def cosines(seen: Seen) -> tuple[Tensor, Tensor]:
+def cosines(seen: CapturedAttention) -> tuple[Tensor, Tensor]:
     """Histograms of cos θ between queries and keys, BINS from -1 to 1: of visible pairs, and of attention over them.
 
     θ is the angle that the score sees, after the position method. Summed over rows, heads and queries, in fp64: the
@@ -92,7 +92,7 @@ def cosines(seen: Seen) -> tuple[Tensor, Tensor]:
     return pairs.cpu(), weights.cpu()
 
 
-def log_attention(seen: Seen, window: Window, head: int | None = None, pool: str = "mean") -> Tensor:
+def log_attention(seen: CapturedAttention, window: Window, head: int | None = None, pool: str = "mean") -> Tensor:
     """ln of the attention weights in a window of the first row, (cells, cells); -inf where nothing is seen.
 
     head: that one; by default the mean of all. Where several pairs share a cell it holds the ln of their mean weight,
@@ -115,7 +115,9 @@ def log_attention(seen: Seen, window: Window, head: int | None = None, pool: str
     return torch.cat(cells).cpu()
 
 
-def products(seen: Seen, window: Window, head: int | None = None) -> tuple[Tensor, float | None, float | None]:
+def products(
+    seen: CapturedAttention, window: Window, head: int | None = None
+) -> tuple[Tensor, float | None, float | None]:
     """Scores in a window of the first row, without temperature, (cells, cells); and the least and largest of them.
 
     Means over heads, and over the visible pairs that share a cell; nan (None) where nothing is seen.
@@ -132,29 +134,29 @@ def products(seen: Seen, window: Window, head: int | None = None) -> tuple[Tenso
     return torch.cat(cells).cpu(), *((least, most) if least <= most else (None, None))
 
 
-def _widened(seen: Seen) -> Seen:
+def _widened(seen: CapturedAttention) -> CapturedAttention:
     """In fp32: from queries and keys in bf16, the entropy of large scores would be off by tenths."""
     return replace(seen, q=seen.q.to(accumulation_dtype(seen.q)), k=seen.k.to(accumulation_dtype(seen.k)))
 
 
-def _where(seen: Seen) -> tuple[Layout, Region]:
+def _where(seen: CapturedAttention) -> tuple[Layout, Region]:
     return compute_geometry(_inputs(seen), seen.recipe.mask)
 
 
-def _inputs(seen: Seen) -> Inputs:
+def _inputs(seen: CapturedAttention) -> Inputs:
     options = seen.options
     mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
     return Inputs(seen.q, seen.k, seen.k, mask, causal, layout=seen.layout, scale=scale)
 
 
-def _branches(seen: Seen) -> list[FoldedBranch]:
+def _branches(seen: CapturedAttention) -> list[FoldedBranch]:
     """Return the attention as a backend computes it, with everything folded into queries and keys."""
     seen = _widened(seen)
     with autocast_disabled(seen.q):
         return build_call(_inputs(seen), seen.recipe.resolve()).fold()
 
 
-def _chunks(seen: Seen, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
+def _chunks(seen: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
     """Rows first … last - 1, as many at once as PAIRS lets, and a multiple of `multiple`."""
     batch, heads = seen.q.shape[:2]
     most = PAIRS.get(seen.q.device.type, 1 << 20) // (batch * heads * seen.k.shape[2])

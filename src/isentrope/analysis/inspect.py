@@ -21,13 +21,13 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis.attention_statistics import Window
 from isentrope.data.corpus import read_documents
-from isentrope.evaluation.loading import causal_model
-from isentrope.evaluation.perplexity import Text
-from isentrope.hf.capture import Seen, observed, recipe_of
+from isentrope.evaluation.loading import load_causal_model
+from isentrope.evaluation.texts import Text
+from isentrope.hf.capture import CapturedAttention, capture_attention, get_recipe
 from isentrope.hf.extend import extend, restore
-from isentrope.hf.layer import NAME
-from isentrope.hf.layer_plan import train_length
-from isentrope.models.gau.config import LEARNED, GAUAlphaConfig
+from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.names import CONFIG_KEY
+from isentrope.models.gau.config import LEARNED_WEIGHTS, GAUAlphaConfig
 from isentrope.models.gau.modeling import GatedAttentionUnit
 from isentrope.pretrained import (
     load_pretrained,
@@ -95,7 +95,7 @@ def entropies(model: nn.Module, input_ids: Tensor) -> list[Tensor]:
     return found
 
 
-def read_through(model: Any, input_ids: Tensor, see: Callable[[Seen], None]) -> None:
+def read_through(model: Any, input_ids: Tensor, see: Callable[[CapturedAttention], None]) -> None:
     """Let a model read tokens, and show every layer's attention to `see`; nothing is kept of it."""
     inner = getattr(model, "base_model", model)  # without logits
     options = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
@@ -109,12 +109,12 @@ def read_through(model: Any, input_ids: Tensor, see: Callable[[Seen], None]) -> 
 
 
 @contextmanager
-def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
+def watched(model: nn.Module, see: Callable[[CapturedAttention], None]) -> Iterator[None]:
     """While the block lasts, `see` is called for each attention layer that runs."""
     units = _units(model)
     with ExitStack() as stack:
         if not units:
-            stack.enter_context(observed(model, see))
+            stack.enter_context(capture_attention(model, see))
         for index, gau in enumerate(units):
             for handle in _hooks(index, gau, see):
                 stack.callback(handle.remove)
@@ -125,7 +125,7 @@ def _units(model: nn.Module) -> list[GatedAttentionUnit]:
     return [module for module in model.modules() if isinstance(module, GatedAttentionUnit)]
 
 
-def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> Iterator[Any]:
+def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[CapturedAttention], None]) -> Iterator[Any]:
     """Queries and keys are what their own modules put out; the layout is what the unit was called with."""
     made: dict[str, Tensor] = {}
 
@@ -136,7 +136,7 @@ def _hooks(index: int, gau: GatedAttentionUnit, see: Callable[[Seen], None]) -> 
         return hook
 
     def show(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        see(Seen(index, made.pop("q"), made.pop("k"), gau.recipe, {"layout": args[1]}))
+        see(CapturedAttention(index, made.pop("q"), made.pop("k"), gau.recipe, {"layout": args[1]}))
 
     yield gau.q_scaleoffset.register_forward_hook(keep("q"))
     yield gau.k_scaleoffset.register_forward_hook(keep("k"))
@@ -154,13 +154,13 @@ def load(name: str, recipe: str | None = None, device: str = "auto", dtype: str 
     device, narrow = resolve_model_device(name, device, dtype)
     if _is_gau(name):  # its recipe is a part of it
         # what another recipe learns may have no weights yet
-        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED}
+        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED_WEIGHTS}
         return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=narrow, **given).to(device)
-    model: Any = causal_model(name, narrow)
+    model: Any = load_causal_model(name, narrow)
     model = model.to(device)
     if recipe is None:
         return model
-    return extend(restore(model) if hasattr(model.config, NAME) else model, recipe)
+    return extend(restore(model) if hasattr(model.config, CONFIG_KEY) else model, recipe)
 
 
 def read(path: Path, name: str, length: int) -> Text:
@@ -194,7 +194,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     longest = config.lengths[-1]
     if len(text.tokens) < longest:
         raise ValueError(f"{text.name}: expected {longest} tokens, the longest of lengths, got {len(text.tokens)}")
-    trained = config.train_length or train_length(model.config.get_text_config())
+    trained = config.train_length or read_train_length(model.config.get_text_config())
     lengths = sorted({*config.lengths, *([trained] if trained and trained <= longest else [])})
     ids = torch.tensor(text.tokens[:longest])[None]
     rows: list[list[dict[str, Any]]] = []
@@ -205,7 +205,7 @@ def measure(model: Any, name: str, text: Text, config: Config, out: Path) -> Pat
     entropy = [[layer["entropy"] for layer in row] for row in rows]
     base = entropy[lengths.index(trained)] if trained in lengths else None
     units, dtype = _units(model), str(next(model.parameters()).dtype)
-    recipe = units[0].recipe if units else recipe_of(model)
+    recipe = units[0].recipe if units else get_recipe(model)
     told = {
         "model": {"name": Path(name).name, "type": model.config.model_type, "dtype": dtype.removeprefix("torch.")},
         "recipe": {"text": str(recipe), **recipe.to_dict()},
@@ -231,7 +231,7 @@ def told_entropies(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """For each layer its index, the mean entropy of its heads, and that of uniform attention; ready for JSON."""
     rows: list[dict[str, Any]] = []
 
-    def see(seen: Seen) -> None:
+    def see(seen: CapturedAttention) -> None:
         rows.append({"index": seen.index, "entropy": weights.entropy(seen).tolist(), "uniform": weights.uniform(seen)})
 
     read_through(model, ids, see)
@@ -267,10 +267,10 @@ def _closer(model: Any, ids: Tensor, index: int, config: Config, out: Path) -> d
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         found["heatmaps"][kind] = {"file": path.name, "sha256": digest, **asdict(window), **numbers}
 
-    def see(seen: Seen) -> None:
+    def see(seen: CapturedAttention) -> None:
         if seen.index != index:
             return
-        for stage, shown in track_progress((("before", seen.unturned()), ("after", seen)), f"layer {index}"):
+        for stage, shown in track_progress((("before", seen.without_position()), ("after", seen)), f"layer {index}"):
             pairs, attended = weights.cosines(shown)
             histogram = {"pairs": pairs.tolist(), "attention": attended.tolist()}
             peaks = {"pairs_peak": _peak(pairs), "attention_peak": _peak(attended)}
@@ -293,7 +293,7 @@ def _peak(histogram: Tensor) -> float:
     return float((2 * int(smooth.argmax()) + 1) / len(values) - 1)
 
 
-def _theory(seen: Seen) -> dict[str, float] | None:
+def _theory(seen: CapturedAttention) -> dict[str, float] | None:
     """η* of Eq. 18 for cosine scores; None for others."""
     score, size = seen.recipe.score, seen.q.shape[-1]
     if not isinstance(score, Cosine) or size < 3:

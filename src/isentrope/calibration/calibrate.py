@@ -8,7 +8,6 @@ the simplest that is not clearly worse than the best is chosen. None is worse th
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,24 +24,18 @@ from transformers import PreTrainedModel
 from isentrope.analysis.inspect import told_entropies
 from isentrope.calibration.optimize import EndError, descend, knots
 from isentrope.calibration.select import LAWS, LEVELS, choose, halves
+from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
-from isentrope.evaluation.perplexity import (
-    OPEN,
-    PLAIN,
-    Text,
-    audit,
-    cell,
-    described,
-    read_held,
-    same_model,
-    under,
-)
-from isentrope.hf.capture import recipe_of
-from isentrope.hf.introspection import probe
-from isentrope.hf.layer_plan import train_length
+from isentrope.evaluation.perplexity import check_logits, measure_text
+from isentrope.evaluation.recipes import PLAIN, parse_recipe, under_recipe
+from isentrope.evaluation.results import CALIBRATION, ResultsStore
+from isentrope.evaluation.texts import Text
+from isentrope.hf.capture import get_recipe
+from isentrope.hf.introspection import introspect
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted, InfoScale, LogN
-from isentrope.utils.files import write_atomically, write_json
+from isentrope.utils.files import write_atomically
 from isentrope.utils.provenance import collect_provenance
 
 DIGITS = 4  # of a fitted τ
@@ -70,7 +63,7 @@ class Config:
         if unknown := [level for level in self.levels if level not in LEVELS]:
             raise ValueError(f"levels: expected some of {', '.join(LEVELS)}, got {unknown[0]!r}")
         for text in self.recipes:
-            found = Recipe.parse(text, **OPEN).temperature
+            found = parse_recipe(text).temperature
             if found is not None:
                 raise ValueError(f"recipe: expected one without a temperature, which is to be fitted, got {found}")
 
@@ -142,7 +135,7 @@ def calibrate(
 
     out: a folder for calibrate.json and recipe.txt. What an earlier run of the same has left there is kept.
     """
-    if (own := recipe_of(model)) != Recipe():
+    if (own := get_recipe(model)) != Recipe():
         raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
     model.eval()
     return _Calibration(model, texts, config, out, name, say).run()
@@ -158,7 +151,7 @@ class _Calibration:
         name: str,
         say: Callable[[str], None],
     ) -> None:
-        trained = config.train_length or train_length(model.config.get_text_config())
+        trained = config.train_length or read_train_length(model.config.get_text_config())
         if trained is None:
             raise ValueError("train_length: expected a number, this model's config does not tell")
         if config.length <= trained:
@@ -166,14 +159,14 @@ class _Calibration:
         self.model, self.config, self.out, self.say, self.trained = model, config, out, say, trained
         self.fitting, self.held = halves(texts, config.length, config.seed)
         self.knots = knots(trained, config.length)
-        self.layers = probe(model)
+        self.layers = introspect(model)
         self.begun = time.monotonic()
         self.machine = collect_provenance() | {"transformers": transformers.__version__}
         self.data = self._kept(name)
         self.before = self.data["seconds"]
 
     def run(self) -> Result:
-        audit(self.model, torch.tensor(self.held[0].tokens[:32]))
+        check_logits(self.model, torch.tensor(self.held[0].tokens[:32]))
         self.say(f"{len(self.fitting)} documents to fit to, {len(self.held)} held out")
         base, laws = self.base()
         for law in laws.values():
@@ -208,7 +201,7 @@ class _Calibration:
         return laws["none"], laws
 
     def closed(self, text: str) -> dict[str, Recipe]:
-        base = Recipe.parse(text, **(OPEN | {"train_length": self.trained}))
+        base = parse_recipe(text, train_length=self.trained)
         if base.position is not None:
             base = replace(base, position=base.position.resolve(self.trained))
         known = (None, InfoScale(self.trained), LogN(self.trained))
@@ -303,7 +296,7 @@ class _Calibration:
         found = []
         for text in texts:
             if (row := known.get((key, text.sha256))) is None:
-                row = {"key": key, "text": text.sha256} | cell(self.model, recipe, text, edges)
+                row = {"key": key, "text": text.sha256} | measure_text(self.model, recipe, text, edges)
                 self.data["cells"].append(row)
                 self.save()
             means = np.array(row["loss"]) / counts
@@ -339,7 +332,7 @@ class _Calibration:
         wanted = {"trained": (base, ids[:, : self.trained]), "before": (base, ids), "after": (chosen, ids)}
         found: dict[str, Any] = {"text": text.name}
         for when, (recipe, tokens) in wanted.items():
-            with under(self.model, recipe):
+            with under_recipe(self.model, recipe):
                 found[when] = told_entropies(self.model, tokens)
         return found
 
@@ -348,27 +341,19 @@ class _Calibration:
         asked = asdict(self.config)
         parts = (("fitting", self.fitting), ("held-out", self.held))
         head = {
-            "model": described(self.model, name),
+            "model": identify_model(self.model, name),
             "config": {key: value for key, value in asked.items() if key not in ("budget", "levels")},
             "train_length": self.trained,
             "knots": self.knots,
             "texts": [{"name": t.name, "sha256": t.sha256, "part": part} for part, texts in parts for t in texts],
         }
-        head = json.loads(json.dumps(head))
-        results = self.out and self.out / "calibrate.json"
-        found = None if results is None else read_held(results, "model", "config", "cells", "fits", "seconds")
-        if found is None:
-            return head | {"cells": [], "fits": {}, "seconds": 0.0}
-        same = same_model(found.get("model", {}), head["model"])
-        if not same or any(found.get(key) != value for key, value in head.items() if key != "model"):
-            raise ValueError(f"{results}: holds another model, recipe, length or other texts; choose another folder")
-        return found | head
+        self.store = ResultsStore(self.out, CALIBRATION, head)
+        head = self.store.head
+        return self.store.earlier | head if self.store.earlier else head | {"cells": [], "fits": {}, "seconds": 0.0}
 
     def save(self) -> None:
         self.data |= {"seconds": self.spent, "budget": self.config.budget, "run": self.machine}
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_json(self.out / "calibrate.json", self.data)
+        self.store.write(self.data)
 
 
 def _key(recipe: Recipe) -> str:

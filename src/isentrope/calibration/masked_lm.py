@@ -9,7 +9,7 @@ from typing import Any
 from scipy.optimize import minimize_scalar
 
 from isentrope.data.prepared import Documents
-from isentrope.evaluation.masked_lm import Protocol, UnmeasurableError, evaluate
+from isentrope.evaluation.masked_lm import MaskingProtocol, UnmeasurableError, score_documents
 from isentrope.temperatures import Fitted
 
 BOUNDS, CLOSE = (0.5, 4.0), 0.01  # where τ is looked for, and how closely
@@ -32,9 +32,11 @@ def fit(
     chosen = Documents([documents.names[i] for i in long], lengths, starts, documents.ids)
     names = [hashes[i] for i in long]
 
+    protocol = MaskingProtocol("random", positions=None, seed=1)
+
     def loss(tau: float) -> float:
         set_temperature(model, Fitted((train_length, length), (1.0, float(tau)), count="sequence"))
-        scores = evaluate(model, chosen, names, length, mask_token, Protocol("random", positions=None, seed=1))
+        scores = score_documents(model, chosen, names, length, mask_token, protocol)
         return sum(score.loss for score in scores) / sum(score.count for score in scores)
 
     best = minimize_scalar(loss, bounds=BOUNDS, method="bounded", options={"xatol": CLOSE}).x

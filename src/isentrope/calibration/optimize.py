@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.perplexity import differentiable_losses
-from isentrope.hf.learned_temperature import checkpointed, tempered
+from isentrope.hf.learned_temperature import checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
 
 EVALUATIONS = 24  # at most, of one law
@@ -49,7 +49,7 @@ def loss_and_gradient(
     total, gradient = 0.0, torch.zeros_like(logs, dtype=torch.float64)
     config = model.config.get_text_config()
     heavy = edges[-1] * config.hidden_size * config.num_hidden_layers > KEPT
-    with checkpointed(model) if heavy else nullcontext():
+    with checkpoint_layers(model) if heavy else nullcontext():
         for tokens in texts:
             loss = balanced(differentiable_losses(model, tokens), edges) / len(texts)
             gradient += torch.autograd.grad(loss, logs)[0]
@@ -99,7 +99,7 @@ def descend(
 
     options = {"maxfun": EVALUATIONS, "maxiter": EVALUATIONS, "ftol": CLOSE, "gtol": CLOSE / 4}
     try:
-        with tempered(model, recipe, edges, logs):
+        with learn_temperatures(model, recipe, edges, logs):
             found = minimize(evaluate, np.zeros(start.size), jac=True, method="L-BFGS-B", options=options)
     except EndError as end:
         return str(end)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from isentrope.evaluation.metrics import Array, mean_interval
-from isentrope.evaluation.perplexity import Text
+from isentrope.evaluation.texts import Text
 
 LAWS, LEVELS = ("none", "infoscale", "logn"), ("scalar", "layer", "head")  # from the simplest on
 TIE = 1e-3  # nats a token: what is closer is a tie, however sure

@@ -67,18 +67,18 @@ def calibrate(
 
     from isentrope.calibration import calibrate as calibration
     from isentrope.calibration.select import halves
-    from isentrope.evaluation.loading import check_free, save_extended
-    from isentrope.evaluation.perplexity import load, read
+    from isentrope.evaluation.loading import check_save_folder, load_on_device, save_extended
+    from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw, measured, table
 
     config = calibration.Config.read(
         length, recipe, windows, factors, levels, budget, train_length=train_length, seed=seed
     )
-    check_free(save)
+    check_save_folder(save)
     disable_progress_bars()
-    documents_read = read(expand_paths(texts), model, gguf_file, length, documents)
+    documents_read = load_texts(expand_paths(texts), model, gguf_file, length, documents)
     halves(documents_read, length, seed)  # checked before a model is loaded
-    loaded = load(model, device, dtype, gguf_file)
+    loaded = load_on_device(model, device, dtype, gguf_file)
     result = calibration.calibrate(loaded, documents_read, config, out, Path(model).name, print_progress)
     results = out / "calibrate.json"
     Console().print(table(results))

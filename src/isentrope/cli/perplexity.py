@@ -44,16 +44,19 @@ def perplexity(
 
     isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
     """
-    from isentrope.evaluation import perplexity as evaluation
+    from isentrope.evaluation.loading import load_on_device
+    from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
+    from isentrope.evaluation.results import list_failures
+    from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures import laws as figures
     from isentrope.report.tables import terminal as tables
 
-    config = evaluation.Config.read(recipe, edges)
+    config = PerplexityConfig.parse(recipe, edges)
     disable_progress_bars()
     # texts are checked before a model is loaded
-    documents_read = evaluation.read(expand_paths(texts), model, gguf_file, config.length, documents)
-    loaded = evaluation.load(model, device, dtype, gguf_file)
-    results = evaluation.run(loaded, Path(model).name, documents_read, config, out)
+    documents_read = load_texts(expand_paths(texts), model, gguf_file, config.length, documents)
+    loaded = load_on_device(model, device, dtype, gguf_file)
+    results = measure_perplexity(loaded, Path(model).name, documents_read, config, out)
     print_table(tables.perplexity(results))
     print_paths([results, *figures.perplexity(results)])
-    exit_if_failed(evaluation.failures(results, recipe), results)
+    exit_if_failed(list_failures(results, recipe), results)

@@ -59,16 +59,17 @@ def retrieval(
 
     isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
     """
-    from isentrope.evaluation import retrieval as evaluation
-    from isentrope.evaluation.perplexity import load, load_tokenizer
+    from isentrope.evaluation.loading import load_on_device, load_tokenizer
+    from isentrope.evaluation.results import list_failures
+    from isentrope.evaluation.retrieval import PromptFormat, RetrievalConfig, load_haystack, measure_retrieval
     from isentrope.report.figures import retrieval as report
 
-    config = evaluation.Config.read(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
+    config = RetrievalConfig.parse(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
     disable_progress_bars()
-    haystack = evaluation.read(expand_paths(text or []))
-    loaded = load(model, device, dtype, gguf_file)
-    prompts = evaluation.Prompts.of(load_tokenizer(model, gguf_file), chat)
-    results = evaluation.run(loaded, Path(model).name, prompts, haystack, config, out)
+    haystack = load_haystack(expand_paths(text or []))
+    loaded = load_on_device(model, device, dtype, gguf_file)
+    prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file), chat)
+    results = measure_retrieval(loaded, Path(model).name, prompts, haystack, config, out)
     print_table(report.table(results))
     print_paths([results, *report.heatmaps(results)])
-    exit_if_failed(evaluation.failures(results, config), results)
+    exit_if_failed(list_failures(results, config.recipes, config.cells), results)

@@ -1,7 +1,8 @@
-"""Where a model comes from, and where it goes."""
+"""Load causal models to measure, and save one with the recipe that was best."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
+from isentrope.evaluation.results import ModelRecord
 from isentrope.hf.extend import extend
-from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
+from isentrope.hf.names import CONFIG_KEY
 from isentrope.hf.saved_models import remove_marks
 from isentrope.models import GAUAlphaConfig
 from isentrope.pretrained import (
@@ -21,6 +23,8 @@ from isentrope.pretrained import (
     read_config,
     read_gguf_once,
     read_tokenizer,
+    resolve_device,
+    resolve_model_device,
     resolve_model_name,
 )
 from isentrope.recipe import Recipe
@@ -29,52 +33,112 @@ from isentrope.utils.files import write_atomically
 
 
 @read_gguf_once()
-def causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
-    """The configuration of a causal model, None for GAU-α; other kinds are refused."""
+def read_causal_config(model: str, gguf_file: str | None = None) -> PreTrainedConfig | None:
+    """Read the configuration of a causal model.
+
+    Args:
+        model: a folder, or a name on the hub.
+        gguf_file: a GGUF file in the folder.
+
+    Returns:
+        The configuration; None for GAU-α.
+
+    Raises:
+        ValueError: the model is of another kind.
+    """
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    found = remove_marks(read_config(resolve_model_name(model), **options))
-    if not found:
+    saved = remove_marks(read_config(resolve_model_name(model), **options))
+    if not saved:
         raise ValueError(f"{model}: expected a model, got no config.json")
-    kind = found.get("model_type", GAUAlphaConfig.model_type)  # published ones do not say
+    kind = saved.get("model_type", GAUAlphaConfig.model_type)  # published GAU-α checkpoints name no type
     if kind == GAUAlphaConfig.model_type:
         return None
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    # some kinds may be read either way: a BERT for masked tokens would load, and look ahead
-    saved = found.get("architectures") or [causal]
-    if causal is None or causal not in saved:
-        what = ", ".join(filter(None, saved)) or kind
-        raise ValueError(f"model: expected a causal one or GAU-α, got {what} in {model}")
+    # a type may have causal and other models: a BERT for masked tokens would load, and look ahead
+    architectures = saved.get("architectures") or [causal]
+    if causal is None or causal not in architectures:
+        got = ", ".join(filter(None, architectures)) or kind
+        raise ValueError(f"model: expected a causal one or GAU-α, got {got} in {model}")
     return AutoConfig.from_pretrained(model, **options)
 
 
 @read_gguf_once()
-def causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrainedModel:
-    """A causal model from a folder or the hub; under its own recipe where it was saved with one."""
+def load_causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> PreTrainedModel:
+    """Load a causal model from a folder or the hub; under its own recipe where it was saved with one."""
     name = resolve_model_name(name)
     if gguf_file is None:
-        if not read_config(name).get(NAME):
+        if not read_config(name).get(CONFIG_KEY):
             model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
             return model
         return load(name, dtype=dtype)
     require_package("gguf")
-    # unpacked, and no longer called quantised: in their blocks weights can be neither extended nor saved
-    unpacked = getattr(transformers, "GgufConfig", None)  # newer versions have it
-    options = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
+    # dequantised, since blocks of quantised weights can be neither extended nor saved
+    gguf_config = getattr(transformers, "GgufConfig", None)  # newer versions have it
+    options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
     model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype, gguf_file=gguf_file, **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model
 
 
-def check_free(folder: Path | None) -> None:
-    """That a model can be saved there, before it is measured for hours."""
+def load_on_device(
+    name: str, device: str = "auto", dtype: str = "auto", gguf_file: str | None = None
+) -> PreTrainedModel:
+    """Load a causal model onto a device.
+
+    Args:
+        name: a folder, or a name on the hub.
+        device: such as cpu or cuda; auto is a GPU where there is one.
+        dtype: bfloat16, float16 or float32; auto is bfloat16 on a GPU and float32 on a CPU.
+        gguf_file: a GGUF file in the folder.
+    """
+    device, resolved = resolve_device(device, dtype) if gguf_file else resolve_model_device(name, device, dtype)
+    model: Any = load_causal_model(name, resolved, gguf_file)
+    return model.to(device)
+
+
+def as_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
+    """Return a model, loaded if it is given by its folder or its name on the hub."""
+    return load_on_device(str(model)) if isinstance(model, str | Path) else model
+
+
+def get_model_name(model: str | Path | PreTrainedModel) -> str:
+    """Return the folder or the name on the hub that a model comes from; empty where it comes from none."""
+    return str(model) if isinstance(model, str | Path) else str(model.name_or_path)
+
+
+def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
+    """Load a model's tokenizer from its folder, the hub or a GGUF file."""
+    if not name:
+        raise ValueError("texts: expected token ids for a model that does not name its folder, got text")
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    return read_tokenizer(resolve_model_name(name), **options)
+
+
+def identify_model(model: PreTrainedModel, name: str) -> ModelRecord:
+    """Return what results say of a model; a hash of samples of each tensor tells models of one name apart."""
+    content = hashlib.sha256()
+    for key, x in model.named_parameters():
+        content.update(f"{key} {tuple(x.shape)}".encode())
+        if not x.is_meta:
+            content.update(x.detach().reshape(-1)[:: 1 + x.numel() // 256].float().cpu().numpy().tobytes())
+    return {
+        "name": name,
+        "type": model.config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": content.hexdigest()[:16],
+    }
+
+
+def check_save_folder(folder: Path | None) -> None:
+    """Check that a model can be saved there, before it is measured for hours."""
     if folder is None:
         return
     if folder.exists():
         raise ValueError(f"save: expected a folder that is not there yet, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(folder.parent, os.W_OK):
-        raise ValueError(f"save: expected a place that can be written to, got {folder.parent}")
+        raise ValueError(f"save: directory not writable: {folder.parent}; choose another")
 
 
 def save_extended(
@@ -84,17 +148,22 @@ def save_extended(
     gguf_file: str | None = None,
     measured: list[dict[str, Any]] | None = None,
 ) -> Path:
-    """The model with the recipe in its config.json, in the dtype that it came in; `isentrope.load` reads it.
+    """Save a model with a recipe in its config.json, in the dtype it was loaded in; `isentrope.load` reads it.
 
-    measured: rows for the model card.
+    Args:
+        name: the model, a folder or a name on the hub.
+        recipe: what it is extended with.
+        folder: a new folder.
+        gguf_file: a GGUF file in the model's folder.
+        measured: rows for the model card.
     """
-    check_free(folder)
-    model, name = causal_model(name, "auto", gguf_file), resolve_model_name(name)
+    check_save_folder(folder)
+    model, name = load_causal_model(name, "auto", gguf_file), resolve_model_name(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     with write_atomically(folder) as partial:
         extend(model, recipe)
         if measured:
-            getattr(model.config, NAME)["measured"] = measured
+            getattr(model.config, CONFIG_KEY)["measured"] = measured
         model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:

@@ -19,19 +19,23 @@ from isentrope.data.prepared import Documents
 from isentrope.evaluation.metrics import summarize_predictions
 
 PROTOCOLS = ("single", "random")
-TOKENS = {"cpu": 1 << 13, "cuda": 1 << 19}  # of one forward pass, at most
+MAX_TOKENS_PER_FORWARD = {"cpu": 1 << 13, "cuda": 1 << 19}
 
 
 class UnmeasurableError(RuntimeError):
-    """There is no number to be had: no document is long enough, or the loss is none."""
+    """Nothing can be measured: no document is long enough, or the loss is not a number."""
 
 
 @dataclass(frozen=True)
-class Protocol:
+class MaskingProtocol:
     """What is masked.
 
-    single: one token at a time, at `positions` places of each document drawn by seed (None: at every place).
-    random: `share` of the tokens at once, drawn often enough for `positions` predictions a document (None: once).
+    Args:
+        name: `single`, one token at a time, or `random`, `share` of the tokens at once.
+        positions: predictions a document; None for every position once (single), or for one draw (random).
+        share: of the tokens that are masked at once.
+        seed: of the positions drawn.
+        batch: rows of one forward pass, at most.
     """
 
     name: str = "single"
@@ -48,8 +52,8 @@ class Protocol:
         if not 0 < self.share < 1 or self.batch < 1:
             raise ValueError(f"share, batch: expected in (0, 1) and 1 or more, got {self.share} and {self.batch}")
 
-    def masked(self, length: int, document: str) -> NDArray[np.int64]:
-        """Which tokens are hidden in each row that a document is read in, (rows, hidden at once)."""
+    def draw_positions(self, length: int, document: str) -> NDArray[np.int64]:
+        """Draw the positions masked in each row that a document is read in, (rows, masked at once)."""
         key = hashlib.sha256(f"{self.seed} {length} {document}".encode()).digest()
         random = np.random.default_rng(np.frombuffer(key, np.uint32))
         if self.name == "single":
@@ -61,8 +65,8 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Score:
-    """Of one document: predictions, the sum of their cross-entropies, and how many were hit."""
+class DocumentScore:
+    """One document's predictions, the sum of their cross-entropies, and the exact hits."""
 
     sha256: str
     count: int
@@ -70,10 +74,19 @@ class Score:
     hits: int
 
 
-def evaluate(
-    model: Any, documents: Documents, hashes: Sequence[str], length: int, mask_token: int, protocol: Protocol
-) -> list[Score]:
-    """The score of every document of `length` tokens or more, cut to that length; shorter ones are left out."""
+def score_documents(
+    model: Any, documents: Documents, hashes: Sequence[str], length: int, mask_token: int, protocol: MaskingProtocol
+) -> list[DocumentScore]:
+    """Score every document of `length` tokens or more, cut to that length; shorter ones are left out.
+
+    Args:
+        model: GAU-α with its head for masked tokens.
+        documents: in tokens.
+        hashes: of each document, which seed its masked positions.
+        length: tokens read of each.
+        mask_token: id of the token put in place of a masked one.
+        protocol: what is masked.
+    """
     return [
         _score(model, documents[i], sha256, length, mask_token, protocol)
         for i, sha256 in enumerate(hashes)
@@ -82,14 +95,14 @@ def evaluate(
 
 
 def _score(
-    model: Any, tokens: NDArray[np.int32], sha256: str, length: int, mask_token: int, protocol: Protocol
-) -> Score:
+    model: Any, tokens: NDArray[np.int32], sha256: str, length: int, mask_token: int, protocol: MaskingProtocol
+) -> DocumentScore:
     device = model.device
     text = torch.from_numpy(tokens[:length].astype(np.int64)).to(device)
-    hidden = torch.from_numpy(protocol.masked(length, sha256)).to(device)
+    hidden = torch.from_numpy(protocol.draw_positions(length, sha256)).to(device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     hits = torch.zeros((), dtype=torch.int64, device=device)
-    rows = max(1, min(protocol.batch, TOKENS.get(device.type, 1 << 13) // length))
+    rows = max(1, min(protocol.batch, MAX_TOKENS_PER_FORWARD.get(device.type, 1 << 13) // length))
     with torch.inference_mode():
         for at in hidden.split(rows):
             ids = text.repeat(len(at), 1).scatter_(1, at, mask_token)
@@ -97,10 +110,10 @@ def _score(
             labels = text[at].flatten()
             loss += F.cross_entropy(logits, labels, reduction="sum")
             hits += (logits.argmax(-1) == labels).sum()
-    return Score(sha256, hidden.numel(), loss.item(), int(hits))
+    return DocumentScore(sha256, hidden.numel(), loss.item(), int(hits))
 
 
-def summarize_scores(scores: Sequence[Score], seed: int = 0) -> dict[str, float]:
+def summarize_scores(scores: Sequence[DocumentScore], seed: int = 0) -> dict[str, float]:
     """PPL and ACC over all predictions, with 95 % intervals by bootstrap over documents."""
     counts, losses, hits = zip(*((score.count, score.loss, score.hits) for score in scores), strict=True)
     return summarize_predictions(counts, losses, hits, seed)

@@ -1,38 +1,281 @@
-"""Cells on disk: a file each, complete or absent; one that something else has broken is measured again."""
+"""Results files: their schema, and the store that an interrupted run resumes from.
+
+A file is complete or absent, and a broken one is measured again. Files have had one schema so far, VERSION 1, and do
+not name it; a file that names a newer one is refused.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from isentrope.utils.files import BrokenFileError, read_fields
+from isentrope.utils.files import BrokenFileError, read_fields, write_atomically
 
 logger = logging.getLogger("isentrope")
-MEASURED = ("ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high")
+VERSION = 1
+AGAIN = "run the same command again, which measures anew"
+MASKED_METRICS = ("ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high")
+Cell = dict[str, Any]
+Key = tuple[Any, ...]
+
+
+class ModelRecord(TypedDict):
+    """Which model was measured. weights: a hash of samples of them; files of early versions have none."""
+
+    name: str
+    type: str
+    dtype: str
+    weights: NotRequired[str]
+
+
+class TextRecord(TypedDict):
+    name: str
+    sha256: str
+
+
+class PerplexityCell(TypedDict):
+    """One text under one recipe: losses in nats and bytes of text, summed over each bucket of positions."""
+
+    recipe: str
+    text: str
+    loss: list[float]
+    bytes: NotRequired[list[int] | None]
+    seconds: float
+    peak_bytes: NotRequired[int | None]
+
+
+class PerplexityRow(TypedDict):
+    """A recipe over all texts, bucket by bucket, with 95 % intervals."""
+
+    recipe: str
+    texts: int
+    perplexity: list[float]
+    low: list[float]
+    high: list[float]
+    bits_per_byte: NotRequired[list[float] | None]
+
+
+class ChangeRow(TypedDict):
+    """Perplexity of a recipe against another in per cent, with a 95 % interval: by bucket, or one number."""
+
+    recipe: str
+    against: str
+    percent: Any
+    low: Any
+    high: Any
+
+
+class PerplexityResults(TypedDict):
+    """`perplexity.json`. inside: changes inside the training length; failed: cells of the last run without numbers."""
+
+    model: ModelRecord
+    config: dict[str, Any]
+    texts: list[TextRecord]
+    cells: list[PerplexityCell]
+    rows: list[PerplexityRow]
+    train_length: NotRequired[int | None]
+    paired: NotRequired[list[ChangeRow]]
+    inside: NotRequired[list[ChangeRow]]
+    failed: NotRequired[list[dict[str, str]]]
+    run: NotRequired[dict[str, Any]]
+    version: NotRequired[int]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What one kind of results file holds, and when a run may resume from it.
+
+    Args:
+        file: its name.
+        cell_key: fields that tell its cells apart.
+        identity: fields of the head, or of its `config` as `config.NAME`, that must be as in the earlier run.
+        mismatch: what to call a file where they are not.
+        needed: fields it must have, beside model, config and cells.
+        accumulated: fields of `config` to which the earlier run's values are added, in their order.
+        sorted: the same, sorted.
+        ensure_ascii: names of files that are no UTF-8 can be written in ASCII alone.
+    """
+
+    file: str
+    cell_key: tuple[str, ...]
+    identity: tuple[str, ...]
+    mismatch: str
+    needed: tuple[str, ...] = ()
+    accumulated: tuple[str, ...] = ()
+    sorted: tuple[str, ...] = ()
+    ensure_ascii: bool = False
+
+
+PERPLEXITY = Schema(
+    "perplexity.json",
+    cell_key=("recipe", "text"),
+    identity=("config.edges", "config.seed"),
+    mismatch="another model or other buckets",
+    accumulated=("recipes",),
+    ensure_ascii=True,
+)
+RETRIEVAL = Schema(
+    "retrieval.json",
+    cell_key=("recipe", "task", "length", "depth"),
+    identity=("examples", "config.examples"),
+    mismatch="another model, or other examples or more or fewer",
+    needed=("examples",),
+    accumulated=("recipes", "tasks"),
+    sorted=("lengths", "depths"),
+)
+CALIBRATION = Schema(
+    "calibrate.json",
+    cell_key=("key", "text"),
+    identity=("config", "train_length", "knots", "texts"),
+    mismatch="another model, recipe, length or other texts",
+    needed=("fits", "seconds"),
+)
+
+
+class ResultsStore:
+    """The head and cells of one results file; cells of an earlier run of the same are there from the start.
+
+    Args:
+        folder: where the file is, or None to keep everything in memory.
+        schema: which kind of results they are.
+        head: all but the cells: `model`, `config` and what else identifies the run.
+
+    Raises:
+        ValueError: the folder holds results of another model or other data.
+    """
+
+    def __init__(self, folder: Path | None, schema: Schema, head: Mapping[str, Any]) -> None:
+        self.schema = schema
+        self.path = folder and folder / schema.file
+        self.head: dict[str, Any] = json.loads(json.dumps(head))
+        self.earlier = self._read_earlier()
+        if self.earlier:
+            earlier, config = self.earlier["config"], self.head["config"]
+            config |= {name: list(dict.fromkeys((*earlier[name], *config[name]))) for name in schema.accumulated}
+            config |= {name: sorted({*earlier[name], *config[name]}) for name in schema.sorted}
+        cells = self.earlier.get("cells", [])
+        self.cells: dict[Key, Cell] = {tuple(cell[name] for name in schema.cell_key): cell for cell in cells}
+
+    def _read_earlier(self) -> dict[str, Any]:
+        """Read the results of an earlier run; empty where there are none."""
+        found = self.path and read_if_whole(self.path, "model", "config", "cells", *self.schema.needed)
+        if not found:
+            return {}
+        same = is_same_model(found["model"], self.head["model"])
+        if not same or any(_get(found, field) != _get(self.head, field) for field in self.schema.identity):
+            raise ValueError(f"{self.path}: holds {self.schema.mismatch}; choose another folder")
+        return found
+
+    def results(self) -> dict[str, Any]:
+        """Return head and cells as the file has them."""
+        return self.head | {"cells": list(self.cells.values())}
+
+    def write(self, results: Mapping[str, Any]) -> None:
+        """Write results whole, or leave the file as it is."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_results(self.path, results, self.schema.ensure_ascii)
+
+
+def _get(results: Mapping[str, Any], field: str) -> Any:
+    name, _, inner = field.partition(".")
+    value = results.get(name)
+    return value.get(inner) if inner and isinstance(value, dict) else value
+
+
+def is_same_model(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether results are of the model wanted; what they do not say of it, early versions did not yet."""
+    return {**wanted, **stored} == wanted
+
+
+def read_results(path: Path, remedy: str, *needed: str) -> dict[str, Any]:
+    """Read a results file.
+
+    Args:
+        path: the file.
+        remedy: what to do about a broken one, for the error.
+        needed: fields it must have.
+
+    Raises:
+        BrokenFileError: it is no JSON, or lacks a field.
+        ValueError: a newer version of isentrope has written it.
+    """
+    results = read_fields(path, remedy, *needed)
+    if (version := results.get("version", VERSION)) != VERSION:
+        raise ValueError(f"{path}: results of version {version!r}, this isentrope reads version {VERSION}; upgrade it")
+    return results
+
+
+def read_if_whole(path: Path, *needed: str) -> dict[str, Any] | None:
+    """Read a results file; None where there is none, or after a warning where it is broken."""
+    if not path.exists():
+        return None
+    try:
+        return read_results(path, "all is measured again", *needed)
+    except BrokenFileError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def write_results(path: Path, results: Mapping[str, Any], ensure_ascii: bool = False) -> None:
+    """Write a JSON file whole, or leave the one that is there."""
+    with write_atomically(path) as partial:
+        partial.write_text(json.dumps(results, indent=1, ensure_ascii=ensure_ascii), encoding="utf-8")
+
+
+def list_failures(path: Path, recipes: Collection[str], cells: Collection[Key] | None = None) -> list[str]:
+    """Say why cells have no numbers, one line for each.
+
+    Args:
+        path: `perplexity.json` or `retrieval.json`.
+        recipes: whose cells.
+        cells: in `retrieval.json` the (task, length, depth) to look at; all by default.
+    """
+    results = read_results(path, AGAIN, "cells")
+    measured = {(cell["recipe"], cell.get("text")) for cell in results["cells"] if not cell.get("failed")}
+    lost = [cell for cell in results["cells"] if cell.get("failed")]
+    lost += [cell for cell in results.get("failed", []) if (cell["recipe"], cell["text"]) not in measured]
+    lines = []
+    for cell in lost:
+        key = tuple(cell.get(name) for name in RETRIEVAL.cell_key[1:])
+        if cell["recipe"] in recipes and (cells is None or key in cells):
+            where = f"{cell['task']} at {cell['length']}: " if "task" in cell else ""
+            lines.append(f"{cell['recipe']}: {where}{cell['failed']}")
+    return lines
 
 
 def cell_path(out: Path, key: str) -> Path:
-    """The file of a cell in the folder `out`."""
+    """Return the file of a masked-token cell: one each, since several processes write them side by side."""
     return out / "cells" / f"{key}.json"
 
 
 def is_done(out: Path, key: str) -> bool:
-    """Whether a cell has its numbers; what failed is tried again."""
+    """Whether a masked-token cell has its numbers; one that failed has none, and is tried again."""
     cell = read_cell(out, key)
     return cell is not None and cell["result"]["failed"] is None
 
 
-def read_cell(out: Path, key: str) -> dict[str, Any] | None:
-    """A cell that is there and whole; of a broken one, a warning says that it has to be measured again."""
-    path, again = cell_path(out, key), "it has to be measured again"
+def read_cell(out: Path, key: str) -> Cell | None:
+    """Read a masked-token cell; None where there is none, or after a warning where it is broken."""
+    path, remedy = cell_path(out, key), "it has to be measured again"
     if not path.exists():
         return None
     try:
-        cell = read_fields(path, again, "result", "timing")
-        if not isinstance(cell["result"], dict) or not {"failed", *MEASURED} <= set(cell["result"]):
-            raise BrokenFileError(f"{path}: broken, without all of its numbers; {again}")
+        cell = read_results(path, remedy, "result", "timing")
+        if not isinstance(cell["result"], dict) or not {"failed", *MASKED_METRICS} <= set(cell["result"]):
+            raise BrokenFileError(f"{path}: broken, without all of its numbers; {remedy}")
     except BrokenFileError as error:
         logger.warning("%s", error)
         return None
     return cell
+
+
+def write_cell(out: Path, key: str, cell: Cell) -> None:
+    """Write a masked-token cell, whole or not at all."""
+    path = cell_path(out, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_results(path, cell)

@@ -1,4 +1,4 @@
-"""What a causal model finds again in long texts, under one recipe after another."""
+"""Retrieval from long texts by a causal model, under one recipe after another."""
 
 from __future__ import annotations
 
@@ -18,25 +18,35 @@ from transformers import PreTrainedModel
 
 from isentrope.data.corpus import read_documents
 from isentrope.data.needles import DEPTH_TASKS, TASKS, Example, ExampleDraft, Haystack, draft_example, fill_to_length
+from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.metrics import wilson_interval
-from isentrope.evaluation.perplexity import AGAIN, check_recipes, described, read_held, reason, same_model, under
-from isentrope.utils.files import read_fields, write_json
+from isentrope.evaluation.perplexity import summarize_error
+from isentrope.evaluation.recipes import check_recipes, under_recipe
+from isentrope.evaluation.results import RETRIEVAL, ResultsStore
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
 SCORES = ("both", "forced")
-# before a chat template: those that tell the date make the same prompts on every day
-ONE_DAY = "{%- macro strftime_now(format) -%}01 January 2025{%- endmacro -%}"
-SLACK = 8  # tokens a reply may have beyond those of each answer
+# put before a chat template, so that those that print the date make the same prompts on every day
+FIXED_DATE = "{%- macro strftime_now(format) -%}01 January 2025{%- endmacro -%}"
+EXTRA_TOKENS = 8  # that a reply may have for each answer, beyond the answer's own
 Cell = tuple[str, int, float | None]  # task, length, depth
-Key = tuple[str, str, int, float | None]  # recipe and cell
-KEY = ("recipe", "task", "length", "depth")
 
 
 @dataclass(frozen=True)
-class Config:
-    """lengths: in tokens, with the question and the answer. depths: in percent. score: `forced` generates nothing."""
+class RetrievalConfig:
+    """What is measured.
+
+    Args:
+        recipes: texts of recipes; `plain` is the model as it is.
+        tasks: some of TASKS.
+        lengths: in tokens, with the question and the answer.
+        depths: where in the text the answer is, in percent.
+        examples: for each task, length and depth.
+        seed: of the examples.
+        score: `forced` takes the answer's likelihood and generates nothing; `both` also generates.
+    """
 
     recipes: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -57,18 +67,18 @@ class Config:
             raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {self.score!r}")
 
     @classmethod
-    def read(cls, recipes: Sequence[str], tasks: str, lengths: str, depths: str, **others: Any) -> Config:
-        """From words of a command line: lists with commas between."""
+    def parse(cls, recipes: Sequence[str], tasks: str, lengths: str, depths: str, **others: Any) -> RetrievalConfig:
+        """Build from the words of a command line: lists with commas between."""
         try:
-            numbers = tuple(int(word) for word in lengths.split(","))
-            places = tuple(float(word) for word in depths.split(","))
+            token_counts = tuple(int(word) for word in lengths.split(","))
+            percents = tuple(float(word) for word in depths.split(","))
         except ValueError:
             raise ValueError(f"lengths, depths: expected numbers as in 512,1024, got {lengths!r}, {depths!r}") from None
-        return cls(tuple(recipes), tuple(task.strip() for task in tasks.split(",")), numbers, places, **others)
+        return cls(tuple(recipes), tuple(task.strip() for task in tasks.split(",")), token_counts, percents, **others)
 
     @property
     def cells(self) -> list[Cell]:
-        """The short ones first."""
+        """All combinations of task, length and depth, the short ones first."""
         return [
             (task, length, depth)
             for length in sorted(self.lengths)
@@ -82,19 +92,19 @@ def _check(name: str, values: Sequence[Any], expected: str, good: Any) -> None:
         raise ValueError(f"{name}: expected {expected}, each once, got {list(values)}")
 
 
-def read(paths: Sequence[Path]) -> Haystack:
-    """The texts of these files as one; a few plain sentences where there are none."""
+def load_haystack(paths: Sequence[Path]) -> Haystack:
+    """Read the texts of these files as one; a few plain sentences where there are none."""
     if not paths:
         return Haystack.from_texts()
-    found = list(read_documents(paths))
-    if any(document.text is None for document in found):
+    given = list(read_documents(paths))
+    if any(document.text is None for document in given):
         raise ValueError("text: expected documents with text, got some with tokens alone")
-    return Haystack.from_texts(document.text or "" for document in found)
+    return Haystack.from_texts(document.text or "" for document in given)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """An example in tokens. room: how many may be generated."""
+    """An example in tokens."""
 
     example: Example
     text: str
@@ -102,53 +112,54 @@ class Prompt:
     answer: tuple[int, ...]
 
     @property
-    def room(self) -> int:
-        return len(self.answer) + _slack(self.example)
+    def max_new_tokens(self) -> int:
+        return len(self.answer) + _extra_tokens(self.example)
 
     @property
     def total(self) -> int:
-        return len(self.tokens) + self.room
+        return len(self.tokens) + self.max_new_tokens
 
 
-def _slack(example: Example) -> int:
-    return SLACK * len(example.answers)
+def _extra_tokens(example: Example) -> int:
+    return EXTRA_TOKENS * len(example.answers)
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """How examples are put to a model: as a text to go on with, or in a chat, whose reply is begun for it."""
+class PromptFormat:
+    """How examples become prompts: as a text to continue, or as a chat whose reply is begun for the model."""
 
     tokenizer: Any
     chat: bool
 
     @classmethod
-    def of(cls, tokenizer: Any, chat: bool | None = None) -> Prompts:
-        """chat: None for a chat where the tokenizer has a template for one."""
-        has = getattr(tokenizer, "chat_template", None) is not None
-        if chat and not has:
+    def from_tokenizer(cls, tokenizer: Any, chat: bool | None = None) -> PromptFormat:
+        """Choose a chat where the tokenizer has a template for one, unless `chat` decides."""
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if chat and not has_template:
             raise ValueError("chat: expected a tokenizer with a chat template, got one without")
-        return cls(tokenizer, has if chat is None else chat)
+        return cls(tokenizer, has_template if chat is None else chat)
 
-    def text(self, example: Example) -> str:
+    def format(self, example: Example) -> str:
         if not self.chat:
             return f"{example.user_message}\n{example.lead}"
         messages = [{"role": "user", "content": example.user_message}]
-        template = ONE_DAY + self.tokenizer.get_chat_template()
+        template = FIXED_DATE + self.tokenizer.get_chat_template()
         opened: str = self.tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
         return opened + example.lead
 
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """All of a text, after what the tokenizer puts before every text; a chat's template has that already."""
-        return (() if self.chat else self._first) + self._bare(text)
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Tokenize a text, after what the tokenizer puts before every text; a chat's template has that already."""
+        return (() if self.chat else self._prefix) + self._tokenize_bare(text)
 
-    def measure(self, example: Example) -> int:
-        return len(self.tokens(self.text(example) + example.reply)) + _slack(example)
+    def count_tokens(self, example: Example) -> int:
+        """Count the tokens of prompt and reply."""
+        return len(self.tokenize(self.format(example) + example.reply)) + _extra_tokens(example)
 
-    def prompt(self, example: Example) -> Prompt:
-        text = self.text(example)
-        tokens, whole = self.tokens(text), self.tokens(text + example.reply)
+    def build_prompt(self, example: Example) -> Prompt:
+        text = self.format(example)
+        tokens, whole = self.tokenize(text), self.tokenize(text + example.reply)
         if whole[: len(tokens)] != tokens:
             raise ValueError("tokenizer: expected a prompt to have the same tokens when its answer follows, got others")
         answer = whole[len(tokens) :]
@@ -156,123 +167,126 @@ class Prompts:
             raise ValueError(f"tokenizer: expected it to spell {example.reply.strip()!r}, got {said!r}")
         return Prompt(example, text, tokens, answer)
 
-    def _bare(self, text: str) -> tuple[int, ...]:
-        found = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
-        return tuple(found["input_ids"])
+    def _tokenize_bare(self, text: str) -> tuple[int, ...]:
+        encoded = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        return tuple(encoded["input_ids"])
 
     @cached_property
-    def _first(self) -> tuple[int, ...]:
-        marked, bare = tuple(self.tokenizer("a", verbose=False)["input_ids"]), self._bare("a")
+    def _prefix(self) -> tuple[int, ...]:
+        marked, bare = tuple(self.tokenizer("a", verbose=False)["input_ids"]), self._tokenize_bare("a")
         starts = [i for i in range(len(marked)) if marked[i : i + len(bare)] == bare]
         return marked[: starts[0]] if starts else ()
 
 
-def check(model: PreTrainedModel, prompts: Prompts, haystack: Haystack, config: Config) -> None:
-    """Refuse what cannot be carried out."""
-    _refuse(model, {cell: _drafts(cell, haystack, config) for cell in config.cells}, prompts, set(config.recipes))
+def check_retrieval(model: PreTrainedModel, prompts: PromptFormat, haystack: Haystack, config: RetrievalConfig) -> None:
+    """Raise a ValueError for what cannot be measured, before anything is."""
+    drafts = {cell: _draft_examples(cell, haystack, config) for cell in config.cells}
+    _check_measurable(model, drafts, prompts, set(config.recipes))
 
 
-def run(model: PreTrainedModel, name: str, prompts: Prompts, haystack: Haystack, config: Config, out: Path) -> Path:
-    """Ask a model under every recipe and write `retrieval.json` into the folder `out`.
+def measure_retrieval(
+    model: PreTrainedModel, name: str, prompts: PromptFormat, haystack: Haystack, config: RetrievalConfig, out: Path
+) -> Path:
+    """Ask a model under every recipe and write `retrieval.json`.
 
-    A cell (recipe × task × length × depth) that the file already holds is not measured again, and stays there; one
-    that failed is tried again.
+    A cell (recipe × task × length × depth) that the file already has is not measured again, and stays there; one that
+    failed is tried again.
+
+    Args:
+        model: a causal model.
+        name: what the results call it.
+        prompts: how examples are put to it.
+        haystack: the text that answers are hidden in.
+        config: recipes, tasks, lengths and depths.
+        out: the folder for the file.
+
+    Returns:
+        The path of the file.
     """
-    results = out / "retrieval.json"
     head = {
-        "model": described(model, name),
+        "model": identify_model(model, name),
         "text": haystack.sha256,
         "chat": prompts.chat,
-        "examples": _fingerprint(prompts, haystack, config.seed),
+        "examples": _hash_examples(prompts, haystack, config.seed),
         "config": asdict(config),
     }
-    head = json.loads(json.dumps(head))
-    cells = _held(results, head)
+    store = ResultsStore(out, RETRIEVAL, head)
     todo = {
         cell: recipes
         for cell in config.cells
-        if (recipes := [recipe for recipe in config.recipes if not _measured(cells.get((recipe, *cell)), config.score)])
+        if (recipes := [r for r in config.recipes if not _is_measured(store.cells.get((r, *cell)), config.score)])
     }
-    drafts = {cell: _drafts(cell, haystack, config) for cell in todo}
+    drafts = {cell: _draft_examples(cell, haystack, config) for cell in todo}
     model.eval()
-    _refuse(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
+    _check_measurable(model, drafts, prompts, {recipe for recipes in todo.values() for recipe in recipes})
     out.mkdir(parents=True, exist_ok=True)
     for cell, recipes in track_progress(list(todo.items()), lambda item: f"{item[0][0]} {item[0][1]}"):
-        asked = [prompts.prompt(fill_to_length(each, cell[1], prompts.measure)) for each in drafts[cell]]
+        examples = [prompts.build_prompt(fill_to_length(each, cell[1], prompts.count_tokens)) for each in drafts[cell]]
         for recipe in recipes:
-            cells[recipe, *cell] = _cell(model, prompts.tokenizer, recipe, cell, asked, config.score)
-            head["run"] = collect_provenance() | {"transformers": transformers.__version__}
-            write_json(results, summary(head | {"cells": list(cells.values())}))
-    return results
+            store.cells[recipe, *cell] = _measure_cell(model, prompts.tokenizer, recipe, cell, examples, config.score)
+            store.head["run"] = collect_provenance() | {"transformers": transformers.__version__}
+            store.write(summarize_retrieval(store.results()))
+    return out / RETRIEVAL.file
 
 
-def failures(results: Path, config: Config) -> list[str]:
-    """Why cells that are asked for failed, each in a line."""
-    asked = {(recipe, *cell) for recipe in config.recipes for cell in config.cells}
-    cells = read_fields(results, AGAIN, "cells")["cells"]
-    lost = [cell for cell in cells if cell["failed"] and tuple(cell[key] for key in KEY) in asked]
-    return [f"{cell['recipe']}: {cell['task']} at {cell['length']}: {cell['failed']}" for cell in lost]
-
-
-def _drafts(cell: Cell, haystack: Haystack, config: Config) -> list[ExampleDraft]:
+def _draft_examples(cell: Cell, haystack: Haystack, config: RetrievalConfig) -> list[ExampleDraft]:
     task, length, depth = cell
     return [draft_example(task, length, depth, config.seed, index, haystack) for index in range(config.examples)]
 
 
-def _fingerprint(prompts: Prompts, haystack: Haystack, seed: int) -> str:
-    """Of all that examples depend on: generator, seed, text, template and tokenizer."""
+def _hash_examples(prompts: PromptFormat, haystack: Haystack, seed: int) -> str:
+    """Hash all that examples depend on: generator, seed, text, template and tokenizer."""
     drafts = [draft_example(task, 0, 50 if task in DEPTH_TASKS else None, seed, 0, haystack) for task in TASKS]
-    tokens = [prompts.tokens(prompts.text(each.shortest)) for each in drafts]
+    tokens = [prompts.tokenize(prompts.format(each.shortest)) for each in drafts]
     return hashlib.sha256(json.dumps([haystack.sha256, tokens]).encode()).hexdigest()
 
 
-def _refuse(
-    model: PreTrainedModel, drafts: dict[Cell, list[ExampleDraft]], prompts: Prompts, recipes: set[str]
+def _check_measurable(
+    model: PreTrainedModel, drafts: dict[Cell, list[ExampleDraft]], prompts: PromptFormat, recipes: set[str]
 ) -> None:
-    """What cannot be carried out, before anything is measured."""
-    for (task, length, _), found in drafts.items():
-        need = max(prompts.measure(each.shortest) for each in found)
+    for (task, length, _), examples in drafts.items():
+        need = max(prompts.count_tokens(each.shortest) for each in examples)
         if need > length:
             raise ValueError(f"lengths: expected {need} tokens or more for {task}, got {length}")
     if not model._supports_logits_to_keep():  # type: ignore[operator]
         raise ValueError(f"{model.config.model_type}: expected a model that gives the last logits alone, got another")
     for recipe in sorted(recipes):
-        with under(model, recipe):
+        with under_recipe(model, recipe):
             pass
 
 
-def _cell(
+def _measure_cell(
     model: PreTrainedModel, tokenizer: Any, recipe: str, cell: Cell, prompts: Sequence[Prompt], score: str
 ) -> dict[str, Any]:
-    """Numbers of one cell, or why there are none."""
-    found: dict[str, Any] = dict(zip(KEY, (recipe, *cell), strict=True))
-    found["sha256"] = hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest()
+    """Measure one cell, or say in it why there are no numbers."""
+    key: dict[str, Any] = dict(zip(RETRIEVAL.cell_key, (recipe, *cell), strict=True))
+    key["sha256"] = hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest()
     failed, examples, seconds = None, list[dict[str, Any]](), {"forced": 0.0, "generated": 0.0}
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
-        with under(model, recipe), torch.no_grad():
+        with under_recipe(model, recipe), torch.no_grad():
             for prompt in prompts:
                 start = time.perf_counter()
                 row = {"tokens": prompt.total, "prompt": len(prompt.tokens), "place": prompt.example.depth}
-                row |= forced(model, prompt)
+                row |= score_answer(model, prompt)
                 middle = time.perf_counter()
                 seconds["forced"] += middle - start
                 if score == "both":
-                    row |= generated(model, tokenizer, prompt)
+                    row |= generate_answer(model, tokenizer, prompt)
                     seconds["generated"] += time.perf_counter() - middle
                 examples.append(row)
     except (RuntimeError, IndexError) as error:  # out of memory, mostly; past the last of learned positions
-        failed = reason(error)
+        failed = summarize_error(error)
     if on_gpu and failed:
         torch.cuda.empty_cache()
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    return found | {"failed": failed, "seconds": seconds, "peak_bytes": peak, "examples": [] if failed else examples}
+    return key | {"failed": failed, "seconds": seconds, "peak_bytes": peak, "examples": [] if failed else examples}
 
 
-def forced(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
-    """ln p of the answer's tokens after the prompt and one another, and how many of them are the likeliest.
+def score_answer(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
+    """Compute ln p of the answer's tokens after the prompt and one another, and count those that are the likeliest.
 
     Greedy decoding gives the answer word for word where all are.
     """
@@ -287,15 +301,15 @@ def forced(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
     return {"answer": len(answer), "likeliest": int((logits.argmax(-1) == answer).sum()), "logprob": logprob}
 
 
-def generated(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
-    """Greedy decoding with a cache: what the model says, and the share of the answers in it."""
+def generate_answer(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
+    """Decode greedily with a cache; return the reply, and the share of the answers in it."""
     ids = torch.tensor([prompt.tokens], device=model.device)
     end = getattr(model.generation_config, "eos_token_id", None)
     pad = next((x for x in (tokenizer.pad_token_id, *(end if isinstance(end, list) else [end])) if x is not None), 0)
     out: Any = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=prompt.room,
+        max_new_tokens=prompt.max_new_tokens,
         pad_token_id=pad,
         use_cache=True,
         # greedy, whatever the model's own settings are
@@ -310,25 +324,25 @@ def generated(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[st
     return {"reply": reply, "share": prompt.example.count_answers(reply) / len(prompt.example.answers)}
 
 
-def summary(data: dict[str, Any]) -> dict[str, Any]:
-    """Results with the numbers of each cell, and `rows`, the same over all depths of a recipe, task and length."""
-    together: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    cells = [cell | _numbers(cell["examples"]) for cell in data["cells"]]
+def summarize_retrieval(results: dict[str, Any]) -> dict[str, Any]:
+    """Add the numbers of each cell, and `rows`, the same over all depths of a recipe, task and length."""
+    by_row: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    cells = [cell | _summarize_examples(cell["examples"]) for cell in results["cells"]]
     for cell in cells:
-        together.setdefault((cell["recipe"], cell["task"], cell["length"]), []).append(cell)
+        by_row.setdefault((cell["recipe"], cell["task"], cell["length"]), []).append(cell)
     rows = [
-        {"recipe": recipe, "task": task, "length": length, "failed": sum(cell["failed"] is not None for cell in found)}
-        | _numbers([example for cell in found for example in cell["examples"]])
-        for (recipe, task, length), found in together.items()
+        {"recipe": recipe, "task": task, "length": length, "failed": sum(cell["failed"] is not None for cell in group)}
+        | _summarize_examples([example for cell in group for example in cell["examples"]])
+        for (recipe, task, length), group in by_row.items()
     ]
-    return data | {"cells": cells, "rows": rows}
+    return results | {"cells": cells, "rows": rows}
 
 
-def _numbers(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """count, of which hits name all that was asked, with a 95 % interval of their share; share: of the answers named.
+def _summarize_examples(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Count examples, and hits, which give all answers, with a 95 % interval of their share.
 
-    forced: examples whose answer greedy decoding would give word for word. likeliest: share of the answer's tokens;
-    logprob: the mean of them. tokens: the real lengths, from the shortest to the longest.
+    share: of all answers given. forced: examples whose answer greedy decoding would give word for word. likeliest:
+    share of the answer's tokens; logprob: the mean of them. tokens: the real lengths, the shortest and the longest.
     """
     count = len(examples)
     shares = [example["share"] for example in examples if "share" in example]
@@ -349,23 +363,8 @@ def _numbers(examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _measured(cell: dict[str, Any] | None, score: str) -> bool:
-    """Whether a cell has what is asked for."""
+def _is_measured(cell: dict[str, Any] | None, score: str) -> bool:
+    """Whether a cell has the numbers wanted."""
     if cell is None or cell["failed"] is not None:
         return False
     return score == "forced" or all("share" in example for example in cell["examples"])
-
-
-def _held(results: Path, head: dict[str, Any]) -> dict[Key, dict[str, Any]]:
-    """Cells of an earlier run of the same model on the same examples; what it asked for is taken into `head`."""
-    data = read_held(results, "model", "examples", "config", "cells")
-    if data is None:
-        return {}
-    same = same_model(data["model"], head["model"]) and data["examples"] == head["examples"]
-    if not same or data["config"]["examples"] != head["config"]["examples"]:
-        raise ValueError(f"{results}: holds another model, or other examples or more or fewer; choose another folder")
-    for key in ("recipes", "tasks"):
-        head["config"][key] = list(dict.fromkeys((*data["config"][key], *head["config"][key])))
-    for key in ("lengths", "depths"):
-        head["config"][key] = sorted({*data["config"][key], *head["config"][key]})
-    return {(cell["recipe"], cell["task"], cell["length"], cell["depth"]): cell for cell in data["cells"]}

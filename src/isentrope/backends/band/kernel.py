@@ -1,4 +1,4 @@
-"""The Triton kernel of `band`. Imported only where Triton is there."""
+"""The Triton kernel of the band backend. Imported only where Triton is installed."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,12 +16,12 @@ from isentrope.core.compile import device_context
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
-# queries and keys of a block, pipeline stages, warps, by the size of a vector. Up to 128 two blocks fit on a
-# multiprocessor, one multiplies while the other takes exponentials; and with up to 32 first keys no registers spill
-LARGE = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
-SMALL = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
-ROOM = 160 << 10  # bytes of shared memory, which server cards have
-LEAST = 16  # rows or columns of a matrix that tensor cores take
+# Queries and keys per block, pipeline stages and warps, by head size. Up to 128 two blocks fit on a multiprocessor, so
+# that one multiplies while the other computes exponentials, and with up to 32 sinks no registers spill.
+SERVER_BLOCKS = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
+CONSUMER_BLOCKS = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
+MIN_SHARED_MEMORY_BYTES = 160 << 10  # of a multiprocessor, for SERVER_BLOCKS
+MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
 LN2 = tl.constexpr(log(2))
 
 
@@ -31,206 +31,236 @@ def launch(
     v: Tensor,
     left: int,
     right: int,
-    turn: Angles | None,
+    angles: Angles | None,
     tau: Tensor | None,
     scale: float,
     normalise: bool,
     sinks: int = 0,
     sink_keys: Tensor | None = None,
-    sink_turn: Angles | None = None,
+    sink_angles: Angles | None = None,
     far: PartialOutput | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries, the last of the keys, that see `left` keys before their own and `right` after.
+    """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
 
-    q is raw: it is normalised, turned and multiplied by τ here, or left exactly as it is where none of that is asked
-    for: a backward will have it so. k is as the kernel multiplies it. Queries turned by
-    `sink_turn` also see those of the first `sinks` keys that lie before the band, as `sink_keys` has them. far: what
-    they see besides, merged in.
+    Args:
+        q: raw queries, aligned with the last keys; normalised, rotated by `angles` and multiplied by `tau` in the
+            kernel, or left untouched where there is nothing to do, as a backward needs them.
+        k: keys ready to multiply.
+        v: values.
+        left, right: keys before and after a query's own.
+        angles: rotation of the queries in the band.
+        tau: temperatures, (batch or 1, heads or 1, queries).
+        scale: factor of the scores.
+        normalise: whether to divide queries by their lengths.
+        sinks: number of first keys that queries also see, as far as these lie before the band.
+        sink_keys: the sinks, ready to multiply; `k` by default.
+        sink_angles: rotation of the queries against the sinks.
+        far: output of further keys, to be merged.
+
+    Returns:
+        Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries).
     """
     batch, heads, queries, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    rows, columns, stages, warps = _shapes(q.device)[max(size, value_size)]
+    rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
     out = torch.empty(batch, heads, queries, value_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     if batch == 0:
         return out, lse
-    cos, sin = turn or (lse, lse)
-    sink_cos, sink_sin = sink_turn or (lse, lse)
+    cos, sin = angles or (lse, lse)
+    sink_cos, sink_sin = sink_angles or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
     far_out, far_lse, first = far or PartialOutput(out, lse, 0)
     with device_context(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
-            q, _blocked(k, columns), _blocked(v, columns), v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin,
-            lse if tau is None else tau, far_out, far_lse,
+            q, _describe_blocks(k, columns), _describe_blocks(v, columns), v, sink_keys, out, lse,
+            cos, sin, sink_cos, sink_sin, lse if tau is None else tau, far_out, far_lse,
             *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
-            *broadcast_strides(turn and cos, 0, 2), *broadcast_strides(sink_turn and sink_cos, 0, 2),
+            *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
             *broadcast_strides(tau, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
-            GROUPS=heads // kv_heads, SIZE=size, VALUES=value_size, ROWS=rows, COLUMNS=columns,
-            SINKS=max(LEAST, triton.next_power_of_2(sinks)) if sinks else 0, TURN=turn is not None,
-            SINK_TURN=sink_turn is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
-            LATE=turn is None and sink_turn is None and tau is None and not normalise,
-            EXACT=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
+            GROUPS=heads // kv_heads, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns,
+            SINKS=max(MIN_MATRIX_SIZE, triton.next_power_of_2(sinks)) if sinks else 0, ROTATE=angles is not None,
+            ROTATE_SINKS=sink_angles is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
+            SCALE_SCORES=angles is None and sink_angles is None and tau is None and not normalise,
+            IEEE=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
 
 
-def _blocked(x: Tensor, rows: int) -> TensorDescriptor:
-    """x (batch, heads, length, size) in blocks of so many vectors, as Hopper's copy engine takes it: in whole steps."""
+def _describe_blocks(x: Tensor, rows: int) -> TensorDescriptor:
+    """Describe x (batch, heads, length, size) in blocks of `rows` vectors for Hopper's copy engine.
+
+    The engine needs strides that are multiples of 16 bytes: x is copied where they are not.
+    """
     step = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(n > 1 and (at == 0 or at % step) for n, at in _axes(x)):
+    if x.data_ptr() % 16 or any(size > 1 and (stride == 0 or stride % step) for size, stride in _sizes_and_strides(x)):
         x = x.clone(memory_format=torch.contiguous_format)
-    strides = [at if n > 1 else x.shape[-1] for n, at in _axes(x)]  # of an axis with one entry it may be anything
+    # the stride of an axis of size 1 is arbitrary
+    strides = [stride if size > 1 else x.shape[-1] for size, stride in _sizes_and_strides(x)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
 
 
-def _axes(x: Tensor) -> list[tuple[int, int]]:
-    """Entries and stride of all axes but the last."""
+def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
+    """Return size and stride of all axes but the last."""
     return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
-def _shapes(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
+def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
     if device.type != "cuda":
-        return LARGE
-    return LARGE if torch.cuda.get_device_properties(device).shared_memory_per_block_optin > ROOM else SMALL
+        return SERVER_BLOCKS
+    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return SERVER_BLOCKS if shared_memory > MIN_SHARED_MEMORY_BYTES else CONSUMER_BLOCKS
 
 
 @triton.jit
-def _queries(q, cos, sin, heat, row, live, q_row, turn_row, SIZE: tl.constexpr, TURN: tl.constexpr,
-             NORMALISE: tl.constexpr):  # fmt: skip
-    """A block of queries, normalised, turned and multiplied by `heat`, in the dtype that they have."""
+def _load_queries(q, cos, sin, factor, row, valid, q_row, angle_row, SIZE: tl.constexpr, ROTATE: tl.constexpr,
+                  NORMALISE: tl.constexpr):  # fmt: skip
+    """Load a block of queries, normalise, rotate and multiply it by `factor`, in its own dtype."""
     half: tl.constexpr = SIZE // 2
     lane = tl.arange(0, half)
-    where = row[:, None].to(tl.int64) * q_row + lane[None, :]
-    a = tl.load(q + where, mask=live[:, None], other=0.0).to(tl.float32)
-    b = tl.load(q + where + half, mask=live[:, None], other=0.0).to(tl.float32)
+    offset = row[:, None].to(tl.int64) * q_row + lane[None, :]
+    a = tl.load(q + offset, mask=valid[:, None], other=0.0).to(tl.float32)
+    b = tl.load(q + offset + half, mask=valid[:, None], other=0.0).to(tl.float32)
     if NORMALISE:
         a, b = normalise_halves(a, b)
-    if TURN:
-        turn = row[:, None].to(tl.int64) * turn_row + lane[None, :]
-        c = tl.load(cos + turn, mask=live[:, None], other=1.0)
-        s = tl.load(sin + turn, mask=live[:, None], other=0.0)
+    if ROTATE:
+        angle_offset = row[:, None].to(tl.int64) * angle_row + lane[None, :]
+        c = tl.load(cos + angle_offset, mask=valid[:, None], other=1.0)
+        s = tl.load(sin + angle_offset, mask=valid[:, None], other=0.0)
         a, b = a * c - b * s, b * c + a * s
-    whole = tl.reshape(tl.permute(tl.join(a * heat[:, None], b * heat[:, None]), (0, 2, 1)), (row.shape[0], SIZE))
-    return whole.to(q.dtype.element_ty)
+    block = tl.reshape(tl.permute(tl.join(a * factor[:, None], b * factor[:, None]), (0, 2, 1)), (row.shape[0], SIZE))
+    return block.to(q.dtype.element_ty)
 
 
 @triton.jit
-def _mixed(top, total, mixed, s, x, EXACT: tl.constexpr, MASKED: tl.constexpr):
-    """One more block of scores (to base 2) and values taken in."""
-    best = tl.maximum(top, tl.max(s, 1))
-    anchor = best
-    if MASKED:  # a row may have seen nothing yet
-        anchor = tl.where(best == float("-inf"), 0.0, best)
-    weight = tl.exp2(s - anchor[:, None])
-    fade = tl.exp2(top - anchor)
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
-    mixed = tl.dot(weight.to(x.dtype), x, mixed * fade[:, None], input_precision=precision)
-    return best, total * fade + tl.sum(weight, 1), mixed
+def _accumulate(row_max, row_sum, acc, scores, v_block, IEEE: tl.constexpr, MASKED: tl.constexpr):
+    """Add a block of scores (to base 2) and values to the running softmax."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    anchor = new_max
+    if MASKED:  # a row may not have seen a key yet
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(scores - anchor[:, None])
+    decay = tl.exp2(row_max - anchor)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
+    return new_max, row_sum * decay + tl.sum(weight, 1), acc
 
 
 @triton.jit
-def _blocks(top, total, mixed, tile, k, v, batch, head, at, left, right, keys, begin, end, scale, SIZE: tl.constexpr,
-            VALUES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr,
-            MASKED: tl.constexpr):  # fmt: skip
-    """Blocks of keys from `begin` to `end`: all pairs of them, or those in the band. Past the last key come zeros."""
-    precision: tl.constexpr = "ieee" if EXACT else "tf32"
+def _attend_blocks(row_max, row_sum, acc, q_block, k, v, batch, head, position, left, right, keys, begin, end, scale,
+                   SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SCALE_SCORES: tl.constexpr,
+                   IEEE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Add the blocks of keys from `begin` to `end`: all pairs, or (MASKED) those in the band.
+
+    The copy engine reads zeros past the last key.
+    """
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
     for start in tl.range(begin, end, COLUMNS):
-        y = k.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
-        s = tl.dot(tile, tl.trans(y), input_precision=precision)
-        if LATE:
-            s = s * scale
+        k_block = k.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
+        scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
+        if SCALE_SCORES:
+            scores = scores * scale
         if MASKED:
             column = start + tl.arange(0, COLUMNS)
-            apart = column[None, :] - at[:, None]
-            s = tl.where((apart >= -left) & (apart <= right) & (column < keys)[None, :], s, float("-inf"))
-        x = v.load([batch, head, start, 0]).reshape(COLUMNS, VALUES)
-        top, total, mixed = _mixed(top, total, mixed, s, x, EXACT, MASKED)
-    return top, total, mixed
+            distance = column[None, :] - position[:, None]
+            visible = (distance >= -left) & (distance <= right) & (column < keys)[None, :]
+            scores = tl.where(visible, scores, float("-inf"))
+        v_block = v.load([batch, head, start, 0]).reshape(COLUMNS, VALUE_SIZE)
+        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, scores, v_block, IEEE, MASKED)
+    return row_max, row_sum, acc
 
 
-# what changes with the length is not looked at more closely: one kernel serves all lengths
+# arguments that change with the length are not specialised: one kernel serves all lengths
 @triton.jit(do_not_specialize=[
-    "turn_batch", "sink_turn_batch", "tau_batch", "tau_head", "far_lse_batch", "far_lse_head",
+    "angle_batch", "sink_angle_batch", "tau_batch", "tau_head", "far_lse_batch", "far_lse_head",
     "queries", "keys", "left", "right", "sinks", "first", "last",
 ])  # fmt: skip
 def _band(
     q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, far_out, far_lse,
     q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
-    turn_batch, turn_row, sink_turn_batch, sink_turn_row, tau_batch, tau_head, tau_row,
+    angle_batch, angle_row, sink_angle_batch, sink_angle_row, tau_batch, tau_head, tau_row,
     far_batch, far_head, far_row, far_lse_batch, far_lse_head, far_lse_row,
     heads, queries, keys, left, right, sinks, first, last, scale,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SINKS: tl.constexpr, TURN: tl.constexpr, SINK_TURN: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
-    FAR: tl.constexpr, LATE: tl.constexpr, EXACT: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
+    FAR: tl.constexpr, SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head. LATE: the scale goes into scores, for queries are not touched."""
+    """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, the scale goes into scores."""
     head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
-    one, shared = head.to(tl.int64), kv_head.to(tl.int64)
+    head64, kv_head64 = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS
     row = start + tl.arange(0, ROWS)
-    live = row < queries
-    ahead = keys - queries
-    at = row + ahead
-    heat = tl.full((ROWS,), 1.0, tl.float32)
-    if not LATE:
-        heat = heat * scale
+    row_valid = row < queries
+    offset = keys - queries
+    position = row + offset
+    factor = tl.full((ROWS,), 1.0, tl.float32)
+    if not SCALE_SCORES:
+        factor = factor * scale
     if TAU:
-        laws = tau + batch * tau_batch + one * tau_head + row.to(tl.int64) * tau_row
-        heat = heat * tl.load(laws, mask=live, other=0.0).to(tl.float32)
-    q += batch * q_batch + one * q_head
-    v += batch * v_batch + shared * v_head
-    value = tl.arange(0, VALUES)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, VALUES), tl.float32)
+        tau_pointer = tau + batch * tau_batch + head64 * tau_head + row.to(tl.int64) * tau_row
+        factor = factor * tl.load(tau_pointer, mask=row_valid, other=0.0).to(tl.float32)
+    q += batch * q_batch + head64 * q_head
+    v += batch * v_batch + kv_head64 * v_head
+    value_lane = tl.arange(0, VALUE_SIZE)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
 
-    tile = _queries(q, cos + batch * turn_batch, sin + batch * turn_batch, heat, row, live, q_row, turn_row, SIZE, TURN,
-                    NORMALISE)  # fmt: skip
-    # blocks that some row sees, and among them those that all rows see whole
-    front, back = start + ahead, tl.minimum(start + ROWS, queries) - 1 + ahead
-    begin = tl.maximum(front - left, 0) // COLUMNS * COLUMNS
-    end = tl.cdiv(tl.minimum(back + right + 1, keys), COLUMNS) * COLUMNS
-    whole = tl.minimum(tl.cdiv(tl.maximum(back - left, 0), COLUMNS) * COLUMNS, end)
-    stop = tl.maximum(tl.minimum(front + right + 1, keys) // COLUMNS * COLUMNS, whole)
-    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, begin, whole, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, True)  # fmt: skip
-    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, whole, stop, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, False)  # fmt: skip
-    top, total, mixed = _blocks(top, total, mixed, tile, k_blocks, v_blocks, tl.program_id(2), kv_head, at, left, right,
-                                keys, stop, end, scale, SIZE, VALUES, COLUMNS, LATE, EXACT, True)  # fmt: skip
+    q_block = _load_queries(q, cos + batch * angle_batch, sin + batch * angle_batch, factor, row, row_valid, q_row,
+                            angle_row, SIZE, ROTATE, NORMALISE)  # fmt: skip
+    # begin … end: blocks that some row sees; inner_begin … inner_end: those that all rows see entirely
+    first_position, last_position = start + offset, tl.minimum(start + ROWS, queries) - 1 + offset
+    begin = tl.maximum(first_position - left, 0) // COLUMNS * COLUMNS
+    end = tl.cdiv(tl.minimum(last_position + right + 1, keys), COLUMNS) * COLUMNS
+    inner_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - left, 0), COLUMNS) * COLUMNS, end)
+    inner_end = tl.maximum(tl.minimum(first_position + right + 1, keys) // COLUMNS * COLUMNS, inner_begin)
+    row_max, row_sum, acc = _attend_blocks(
+        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
+        begin, inner_begin, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+    )  # fmt: skip
+    row_max, row_sum, acc = _attend_blocks(
+        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
+        inner_begin, inner_end, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
+    )  # fmt: skip
+    row_max, row_sum, acc = _attend_blocks(
+        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
+        inner_end, end, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+    )  # fmt: skip
 
-    if SINKS > 0:  # last, when the memory of the loops is free again
-        tile = _queries(q, sink_cos + batch * sink_turn_batch, sink_sin + batch * sink_turn_batch, heat, row, live,
-                        q_row, sink_turn_row, SIZE, SINK_TURN, NORMALISE)  # fmt: skip
+    if SINKS > 0:  # last, when the loops have released their shared memory
+        q_block = _load_queries(q, sink_cos + batch * sink_angle_batch, sink_sin + batch * sink_angle_batch, factor,
+                                row, row_valid, q_row, sink_angle_row, SIZE, ROTATE_SINKS, NORMALISE)  # fmt: skip
         column, lane = tl.arange(0, SINKS), tl.arange(0, SIZE)
-        there = (column < sinks)[:, None]
-        where = column.to(tl.int64)[:, None]
-        base = sink_keys + batch * sink_batch + shared * sink_head
-        y = tl.load(base + where * sink_key + lane[None, :], mask=there, other=0.0)
-        x = tl.load(v + where * v_key + value[None, :], mask=there, other=0.0)
-        precision: tl.constexpr = "ieee" if EXACT else "tf32"
-        s = tl.dot(tile, tl.trans(y), input_precision=precision)
-        if LATE:
-            s = s * scale
-        seen = (column < sinks)[None, :] & (column[None, :] < (at - left)[:, None])
-        top, total, mixed = _mixed(top, total, mixed, tl.where(seen, s, float("-inf")), x, EXACT, True)
+        sink_valid = (column < sinks)[:, None]
+        sink = column.to(tl.int64)[:, None]
+        sink_pointer = sink_keys + batch * sink_batch + kv_head64 * sink_head
+        k_block = tl.load(sink_pointer + sink * sink_key + lane[None, :], mask=sink_valid, other=0.0)
+        v_block = tl.load(v + sink * v_key + value_lane[None, :], mask=sink_valid, other=0.0)
+        precision: tl.constexpr = "ieee" if IEEE else "tf32"
+        scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
+        if SCALE_SCORES:
+            scores = scores * scale
+        visible = (column < sinks)[None, :] & (column[None, :] < (position - left)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, scores, v_block, IEEE, True)
 
     if FAR:
-        held = live & (row >= first) & (row < last)
-        there = (row - first).to(tl.int64)
-        other = far_lse + batch * far_lse_batch + one * far_lse_head + there * far_lse_row
-        other = tl.load(other, mask=held, other=float("-inf")).to(tl.float32) / LN2
-        place = far_out + batch * far_batch + one * far_head + there[:, None] * far_row + value[None, :]
-        x = tl.load(place, mask=held[:, None], other=0.0).to(tl.float32)
-        best = tl.maximum(tl.where(live, top, 0.0), other)
-        fade, weight = tl.exp2(top - best), tl.exp2(other - best)
-        mixed = mixed * fade[:, None] + x * weight[:, None]
-        total, top = total * fade + weight, best
+        far_valid = row_valid & (row >= first) & (row < last)
+        far_index = (row - first).to(tl.int64)
+        lse_pointer = far_lse + batch * far_lse_batch + head64 * far_lse_head + far_index * far_lse_row
+        far_max = tl.load(lse_pointer, mask=far_valid, other=float("-inf")).to(tl.float32) / LN2
+        out_pointer = far_out + batch * far_batch + head64 * far_head + far_index[:, None] * far_row
+        far_block = tl.load(out_pointer + value_lane[None, :], mask=far_valid[:, None], other=0.0).to(tl.float32)
+        new_max = tl.maximum(tl.where(row_valid, row_max, 0.0), far_max)
+        decay, weight = tl.exp2(row_max - new_max), tl.exp2(far_max - new_max)
+        acc = acc * decay[:, None] + far_block * weight[:, None]
+        row_sum, row_max = row_sum * decay + weight, new_max
 
-    total = tl.where(live, total, 1.0)
-    place = (batch * heads + one) * queries + row
-    tl.store(lse + place, (top + tl.log2(total)) * LN2, mask=live)
-    mixed = mixed / total[:, None]
-    tl.store(out + place[:, None] * VALUES + value[None, :], mixed.to(out.dtype.element_ty), mask=live[:, None])
+    row_sum = tl.where(row_valid, row_sum, 1.0)
+    index = (batch * heads + head64) * queries + row
+    tl.store(lse + index, (row_max + tl.log2(row_sum)) * LN2, mask=row_valid)
+    acc = acc / row_sum[:, None]
+    out_pointer = out + index[:, None] * VALUE_SIZE + value_lane[None, :]
+    tl.store(out_pointer, acc.to(out.dtype.element_ty), mask=row_valid[:, None])

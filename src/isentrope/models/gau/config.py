@@ -12,7 +12,7 @@ from isentrope.recipe import Recipe
 from isentrope.scores import Cosine
 from isentrope.temperatures import SoftmaxPlus
 
-LEARNED = (".learned.",)  # in the names of weights that a recipe brings
+LEARNED_WEIGHTS = (".learned.",)  # in the names of weights that a recipe brings
 
 
 class GAUAlphaConfig(PreTrainedConfig):
@@ -54,13 +54,13 @@ class GAUAlphaConfig(PreTrainedConfig):
         self.max_position_embeddings, self.layer_norm_eps = max_position_embeddings, layer_norm_eps
         self.initializer_range, self.normalization = initializer_range, normalization
         if recipe is None:
-            recipe = published_recipe(normalization, others.get("norm_method"), others.get("my_info_dict"))
-        self.recipe = gau_recipe(recipe, max_position_embeddings, attention_key_size).to_dict()
+            recipe = read_published_recipe(normalization, others.get("norm_method"), others.get("my_info_dict"))
+        self.recipe = build_gau_recipe(recipe, max_position_embeddings, attention_key_size).to_dict()
         others |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
         super().__init__(**others)
 
 
-def gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: int) -> Recipe:
+def build_gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: int) -> Recipe:
     """A recipe for GAU-α. What its text leaves open is the model's: RoPE, pairs interleaved, one head, its length."""
     if not isinstance(recipe, str):
         return Recipe.from_dict(recipe)
@@ -75,7 +75,7 @@ def gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: int) -
     return Recipe.from_dict(data)
 
 
-def published_recipe(normalization: str, norm_method: Any = None, info: Any = None) -> dict[str, Any]:
+def read_published_recipe(normalization: str, norm_method: Any = None, info: Any = None) -> dict[str, Any]:
     """The recipe that the keys of a published config stand for."""
     laws = {"softmax": None, "softmax_plus": SoftmaxPlus(clamp=False, count="sequence")}
     if normalization not in laws:

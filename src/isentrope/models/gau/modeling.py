@@ -24,10 +24,10 @@ from isentrope.attention import attention
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype, choose_load_dtype
 from isentrope.core.layout import Layout, find_token_frames, get_layout
-from isentrope.models.gau.config import GAUAlphaConfig, gau_recipe
+from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.models.gau.dropout import dropout
 from isentrope.positions import CLEX
-from isentrope.pretrained import HUB, saved_dtype
+from isentrope.pretrained import HUB_OPTIONS, saved_dtype
 from isentrope.recipe import Recipe
 from isentrope.temperatures import SSMax
 
@@ -151,7 +151,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__()
-        recipe = gau_recipe(config.recipe, config.max_position_embeddings, config.attention_key_size)
+        recipe = build_gau_recipe(config.recipe, config.max_position_embeddings, config.attention_key_size)
         config.recipe = recipe.to_dict()  # `from_pretrained(…, recipe=…)` leaves its text there
         layers = range(config.num_hidden_layers)
         self.layer = nn.ModuleList(GAULayer(config, copy.deepcopy(recipe).for_layer(i), i) for i in layers)
@@ -170,7 +170,7 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
         if name is not None and options.get("dtype", options.get("torch_dtype")) is None:
             config = options.get("config")
             known = getattr(config, "dtype", None) if isinstance(config, GAUAlphaConfig) else None
-            hub = {key: options[key] for key in HUB if key in options}
+            hub = {key: options[key] for key in HUB_OPTIONS if key in options}
             where = options.get("device_map")
             device = where if isinstance(where, torch.device) or where in ("cpu", "cuda") else None
             options["dtype"] = choose_load_dtype(saved_dtype(name, known, **hub), None, device)

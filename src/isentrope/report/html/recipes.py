@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from isentrope.evaluation.ranking import rank_recipes
 from isentrope.report.figures import laws as figures
 from isentrope.report.figures import retrieval
 from isentrope.report.html.fragments import KINDS, figure, fold, plain
@@ -44,7 +45,7 @@ def verdict(folder: Path) -> list[Any]:
 
 
 def section(folder: Path, name: str) -> str:
-    told, board = _told(folder), leaderboard.rank(folder)
+    told, board = _told(folder), rank_recipes(folder)
     data = read_fields(folder / "perplexity.json", RERUN_REMEDY)
     sentences = "".join(f"<li>{escape(line.plain)}</li>" for line in verdict(folder))
     shown = []

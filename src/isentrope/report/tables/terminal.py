@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 STYLE: dict[str, Any] = {
@@ -22,7 +24,6 @@ STYLE: dict[str, Any] = {
 }
 # lengths a table shows, so that it fits 80 columns; the results file has them all
 SHOWN = 4
-DEGRADED = 0.5  # per cent of perplexity inside the training length that a recipe may cost
 
 
 def laws(results: Path) -> Table:
@@ -99,7 +100,7 @@ def perplexity(results: Path) -> Table:
     return table
 
 
-def named(row: dict[str, Any], texts: int) -> str:
+def named(row: Mapping[str, Any], texts: int) -> str:
     """A recipe, with how many of the texts it was measured on where those are not all."""
     return row["recipe"] if row["texts"] == texts else f"{row['recipe']} ({row['texts']} of {texts} texts)"
 
@@ -107,7 +108,7 @@ def named(row: dict[str, Any], texts: int) -> str:
 def _inside(percent: float | None) -> str:
     if percent is None:
         return ""
-    return f"[red]{percent:+.2f} %[/red]" if percent > DEGRADED else f"{percent:+.2f} %"
+    return f"[red]{percent:+.2f} %[/red]" if percent > MAX_DEGRADATION_PERCENT else f"{percent:+.2f} %"
 
 
 def partition(manifest: Path) -> Table:

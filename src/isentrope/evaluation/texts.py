@@ -1,0 +1,132 @@
+"""Texts to measure a causal model on: from files, strings or token ids to tokens of the model's own tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isentrope.data.corpus import Document, read_documents
+from isentrope.data.source import find_text_files
+from isentrope.evaluation.loading import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document in tokens. ends: bytes of the text up to the end of each token, where that is known."""
+
+    name: str
+    sha256: str
+    tokens: tuple[int, ...]
+    ends: tuple[int, ...] | None = None
+
+
+TextInput = Text | Path | str | Sequence[int]  # a file, folder or glob; a string of text; token ids
+
+
+def load_texts(paths: Sequence[Path], name: str, gguf_file: str | None, length: int, limit: int) -> list[Text]:
+    """Read the first documents that have `length` tokens or more, cut to that length.
+
+    Args:
+        paths: files with documents.
+        name: the model whose tokenizer is used, a folder or a name on the hub.
+        gguf_file: a GGUF file in that folder, with the tokenizer.
+        length: tokens read of each document.
+        limit: the largest number of documents.
+    """
+    return tokenize_documents(read_documents(paths), lambda: load_tokenizer(name, gguf_file), length, limit)
+
+
+def collect_texts(texts: TextInput | Sequence[TextInput], model_name: str, length: int, limit: int) -> list[Text]:
+    """Turn what a user has given into tokens; see `TextInput`.
+
+    A `Path`, or a string that names a file, a folder or a glob, is read; any other string is a document itself.
+
+    Args:
+        texts: one input or several.
+        model_name: the model whose tokenizer is used.
+        length: tokens read of each document; shorter ones are left out.
+        limit: the largest number of documents.
+    """
+    inputs = _as_sequence(texts)
+    if ready := [text for text in inputs if isinstance(text, Text)]:
+        check_texts(ready, length)
+        return ready[:limit]
+    return tokenize_documents(iterate_documents(inputs), lambda: load_tokenizer(model_name), length, limit)
+
+
+def iterate_documents(inputs: TextInput | Sequence[TextInput]) -> Iterator[Document]:
+    """Yield the documents of files, strings and lists of token ids."""
+    for number, each in enumerate(_as_sequence(inputs), 1):
+        if isinstance(each, str) and not _names_files(each):
+            yield Document(f"text {number}", each)
+        elif isinstance(each, str | Path):
+            yield from read_documents(find_text_files(str(each)))
+        else:
+            yield Document(f"text {number}", tokens=tuple(int(token) for token in each))
+
+
+def _as_sequence(inputs: Any) -> list[Any]:
+    if isinstance(inputs, str | Path | Text):
+        return [inputs]
+    given = list(inputs)
+    return [given] if given and all(isinstance(token, int) for token in given) else given
+
+
+def _names_files(text: str) -> bool:
+    """Whether a string is meant as a location: it exists, is a glob that matches, or has no blank as prose has."""
+    try:
+        return os.path.exists(text) or not text.strip() or len(text.split()) == 1
+    except ValueError:  # a null character
+        return False
+
+
+def tokenize_documents(
+    given: Iterable[Document], make_tokenizer: Callable[[], Any], length: int, limit: int
+) -> list[Text]:
+    """Tokenize the first documents that are long enough; the tokenizer is loaded once a text needs it."""
+    if limit < 1:
+        raise ValueError(f"documents: expected 1 or more, got {limit}")
+    tokenizer: Any = None
+    texts: list[Text] = []
+    sizes: list[tuple[int, str]] = []
+    for document in given:
+        content = document.text if document.tokens is None else document.tokens
+        sizes.append((len(content or ()), "characters" if document.tokens is None else "tokens"))
+        tokens, ends = document.tokens, None
+        if tokens is None:
+            if document.text is None or 4 * len(document.text) < length:  # a token has a byte or more
+                continue
+            if tokenizer is None:
+                tokenizer = make_tokenizer()
+            encoded = tokenizer(document.text, return_offsets_mapping=tokenizer.is_fast)
+            tokens = tuple(encoded["input_ids"])
+            ends = _byte_ends(document.text, encoded["offset_mapping"][:length]) if tokenizer.is_fast else None
+        if len(tokens) >= length:
+            texts.append(Text(document.name, document.sha256, tokens[:length], ends))
+        if len(texts) == limit:
+            break
+    if not texts:
+        size, unit = max(sizes, default=(0, "characters"))
+        got = f"none: the longest of {len(sizes)} has {size} {unit}"
+        raise ValueError(f"texts: expected documents of {length} tokens or more, got {got}")
+    return texts
+
+
+def check_texts(texts: Sequence[Text], length: int) -> None:
+    """Raise a ValueError unless there are texts and all have `length` tokens."""
+    short = [text.name for text in texts if len(text.tokens) < length]
+    if short or not texts:
+        raise ValueError(f"texts: expected documents of {length} tokens or more, got {short or 'none'}")
+
+
+def _byte_ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Where tokens end in the text's UTF-8, from where they end in its characters."""
+    code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
+    ends = np.concatenate(([0], np.cumsum(sizes)))[[end for _, end in offsets]]
+    return tuple(np.maximum.accumulate(ends).tolist())  # a mark put after the text says that it ends at 0

@@ -1,0 +1,207 @@
+"""`isentrope evaluate`: recipes of a causal model in order, the best one saved."""
+
+from __future__ import annotations
+
+import json
+import re
+from io import StringIO
+from math import exp
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import isentrope as ise
+from isentrope.cli import app
+from isentrope.evaluation import perplexity
+from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.experiments.causal_plan import plan_causal_evaluation
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.experiments.runner import run_plan as run_plan
+from isentrope.report.figures import laws as figures
+from isentrope.report.tables import leaderboard
+from tests.fixtures.commands import assert_one_line
+from tests.fixtures.models import TRAINED, llama, tokens
+
+
+def evaluate(*words):
+    return CliRunner().invoke(app, ["evaluate", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "texts").mkdir()
+    for name in "ab":
+        (folder / "texts" / f"{name}.txt").write_text(f"def {name}(x):\n    return x + 1  # and so on\n\n\n" * 9)
+    words = (SHIPPED_MODELS / "llama", "--data", folder / "texts", "--length", "1.25x", "--out", folder / "out")
+    return folder, words, evaluate(*words, "--save", folder / "saved")
+
+
+def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
+    folder, _, result = evaluated
+    assert result.exit_code == 0, result.output
+    results = folder / "out" / "shipped-llama-320"
+    board = json.loads((results / "leaderboard.json").read_text())
+    assert board["edges"] == [0, 128, 256, 320] and board["texts"] == 2
+    assert {row["recipe"] for row in board["rows"]} == {"plain", *usual_recipes(256, 320)}
+    plain = next(row for row in board["rows"] if row["recipe"] == "plain")
+    row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    ratios = f"{row['perplexity'][-1] / plain['perplexity'][-1]:.3g} of plain's", f"{row['ratio']:.3f} of its"
+    assert f"best: {row['recipe']}: " in result.stdout and all(words in result.stdout for words in ratios)
+    assert any((other["inside"] or 0) > 0.5 for other in board["rows"])
+    for other in board["rows"]:
+        lost = f"{other['recipe']}: {other['inside'] or 0:+.2f} % of perplexity inside" in result.stdout
+        assert lost == ((other["inside"] or 0) > 0.5)
+
+    card = (folder / "saved" / "README.md").read_text()
+    assert row["recipe"] in card and "| 256–320 |" in card and "Nothing was measured" not in card
+
+    model = ise.load(folder / "saved", dtype=torch.float32)
+    tokenizer = perplexity.load_tokenizer(str(folder / "saved"))
+    texts = [tokenizer((folder / "texts" / f"{name}.txt").read_text())["input_ids"][:320] for name in "ab"]
+    losses = [perplexity.token_losses(model, torch.tensor(text))[255:].double().mean() for text in texts]
+    assert exp(sum(losses) / 2) == pytest.approx(row["perplexity"][-1], rel=1e-5)
+
+
+def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
+    _, words, _ = evaluated
+    monkeypatch.setattr(perplexity, "cell", None)
+    monkeypatch.setattr(leaderboard, "write", lambda folder: [])
+    monkeypatch.setattr(figures, "perplexity", lambda results: [])
+    again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
+    assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
+    assert "rerope:window=128" in str(ise.hf.observe.get_recipe(ise.load(tmp_path / "saved")))
+    monkeypatch.undo()
+    assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
+
+
+def test_a_saved_model_is_measured_under_its_own_recipe(evaluated, tmp_path):
+    folder = evaluated[0]
+    board = json.loads((folder / "out" / "shipped-llama-320" / "leaderboard.json").read_text())
+    row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    saved, text = str(folder / "saved"), str(folder / "texts")
+    asked = ["perplexity", saved, text, "--recipe", "plain", "--edges", "0,128,256,320", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    data = json.loads((tmp_path / "perplexity.json").read_text())
+    assert data["rows"][0]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+    assert_one_line(CliRunner().invoke(app, [*asked[:4], "infoscale", *asked[5:]]), "already extended with")
+    assert_one_line(CliRunner().invoke(app, ["calibrate", saved, text, "--length", "320"]), "already extended with")
+
+
+def test_all_columns_are_shown_in_a_narrow_terminal(evaluated, monkeypatch):
+    words = evaluated[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    result = evaluate(*words)
+    assert result.exit_code == 0 and "cost" in result.stdout and re.search(r" 1\.00 *\n", result.stdout), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"--data": None}, "data: expected text"),
+        ({"--data": "nowhere.txt"}, "nowhere.txt"),
+        ({"--data": "no/where"}, "data: expected a file, a folder or a glob, got 'no/where'"),
+        ({"--length": "256"}, "length: expected more than the training length of 256 tokens, got 256"),
+        ({"--length": "far"}, "length: expected tokens such as 8192, or 4x"),
+        ({"--length": "4x"}, "texts: expected documents of 1024 tokens or more, got none"),
+        ({"--recipe": "rerop:window=8"}, "did you mean 'rerope'"),
+        ({"--recipe": "cosine:alpha=4"}, "was not trained with cosine"),
+        ({"--documents": "0"}, "documents: expected 1 or more"),
+        ({"--device": "cpuu"}, "device: expected one that is there"),
+        ({"--save": "."}, "save: expected a folder that is not there yet"),
+        ({"--positions": "3"}, "--positions: not for a model of type llama"),
+    ],
+)
+def test_mistakes_end_in_one_line(evaluated, tmp_path, given, words):
+    asked = {"--data": evaluated[0] / "texts", "--length": "320", "--out": tmp_path} | given
+    options = [word for pair in asked.items() if pair[1] is not None for word in pair]
+    assert_one_line(evaluate(SHIPPED_MODELS / "llama", *options), words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Texts in tokens, for models without a tokenizer."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"input_ids": row}) for row in tokens(2, 100).tolist()))
+    return path
+
+
+def test_usual_recipes_that_a_model_refuses_are_left_out(rows, tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    llama(rope_parameters=dynamic).save_pretrained(tmp_path / "model")
+    config, said = llama().config, []
+    decoder = {"model": str(tmp_path / "model"), "device": "cpu"}
+    plan = plan_causal_evaluation(decoder, config, [str(rows)], [], "80")
+    run_plan(plan, tmp_path, notify=said.append)
+    assert any(words.startswith("left out rerope:window=32: ") for words in said), said
+    data = json.loads((tmp_path / plan.name / "perplexity.json").read_text())
+    assert {"plain", "infoscale"} <= set(data["config"]["recipes"]) < {"plain", *usual_recipes(TRAINED, 80)}
+    with pytest.raises(ValueError, match="dynamic"):
+        run_plan(plan_causal_evaluation(decoder, config, [str(rows)], ["rerope:window=32"], "80"), tmp_path)
+
+
+def test_learned_positions_end(rows, tmp_path):
+    config = GPT2Config(vocab_size=97, n_positions=64, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    result = evaluate(tmp_path / "model", "--data", rows, "--length", 80, "--out", tmp_path)
+    assert_one_line(result, "gpt2: expected a model that can read 80 tokens, got 64 learned positions")
+
+
+def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
+    assert "selfextend:window=4096,group=14" in usual_recipes(8192, 32768)
+    assert "yarn:factor=1.5+yarntemperature:factor=1.5" in usual_recipes(64, 96)
+    for trained, length in ((4, 5), (64, 65), (256, 4096), (1000, 3333)):
+        position = ise.Recipe.parse(
+            next(r for r in usual_recipes(trained, length) if r.startswith("selfextend"))
+        ).position
+        query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
+        assert query - key <= 3 * trained / 4
+        perplexity.check_recipes(usual_recipes(trained, length))
+
+
+def test_lengths_and_their_buckets(rows, tmp_path):
+    assert [parse_length(text, 256) for text in ("4x", "4×train", "1.5x", "300")] == [1024, 1024, 384, 300]
+    assert choose_edges(256, 1024) == (0, 128, 256, 512, 1024)
+    assert choose_edges(256, 520) == (0, 128, 256, 520)  # eight tokens alone would say nothing
+    decoder = {"model": str(tmp_path), "dtype": "float32", "gguf_file": None}
+    plan = plan_causal_evaluation(decoder, llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True)
+    assert plan.retrieval.recipes == plan.perplexity.recipes == ("plain", "infoscale")
+    assert plan.retrieval.tasks == ("passkey",) and plan.retrieval.lengths == (128,)
+    assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.skip_unsupported
+
+
+def test_the_verdict(tmp_path):
+    """Perplexities at the end: plain 50; a window 10; all of the text seen 20; one that costs too much inside, 5."""
+    last = {"plain": 50.0, "sink:size=8": 10.0, "rerope:window=8": 20.0, "yarn:factor=2": 5.0, "few": 1.0}
+    cost = {"plain": None, "yarn:factor=2": 3.0}
+    data = {
+        "model": {"name": "m"},
+        "train_length": 16,
+        "config": {"edges": [0, 16, 32]},
+        "texts": [{"sha256": "a"}, {"sha256": "b"}],
+        "rows": [{"recipe": r, "texts": 2 - (r == "few"), "perplexity": [4.0, x]} for r, x in last.items()],
+        "inside": [{"recipe": r, "percent": cost.get(r, 0.1)} for r in last if r != "plain"],
+        "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
+    }
+    (tmp_path / "perplexity.json").write_text(json.dumps(data))
+    assert leaderboard.best(tmp_path, last) == "sink:size=8"
+    assert leaderboard.best(tmp_path, ["plain", "yarn:factor=2"]) is None
+    told = leaderboard.verdict(tmp_path, last, ["sink:size=8"])
+    assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
+    assert "2.500 of its 4.00" in told[0].plain and "all of the text: rerope:window=8: " in told[1].plain
+    assert [(line.plain[:21], line.style) for line in told[2:]] == [("yarn:factor=2: +3.00 ", "red")]
+    assert "best: plain: no recipe" in leaderboard.verdict(tmp_path, ["plain", "yarn:factor=2"])[0].plain
+    shown = Console(width=140, file=StringIO())
+    shown.print(leaderboard.table(tmp_path))
+    assert "few (1 of 2 texts)" in shown.file.getvalue()
+
+
+def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():
+    rows = [{"recipe": str(x), "perplexity": [4.0, 5.0], "inside": x} for x in (None, 0.2, 1218.0)]
+    figure = leaderboard._figure({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
+    right = figure.axes[1]
+    assert right.get_xlim()[1] < 20 and [text.get_text() for text in right.texts] == ["+1218 %"]

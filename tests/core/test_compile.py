@@ -1,0 +1,110 @@
+"""Few compilations whatever the shapes, and never the quiet step back to uncompiled code."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+import isentrope as ise
+from isentrope.backends import dense, flex, merge
+from isentrope.core import rotation as fold
+from isentrope.core.compile import _compile, compile_variant
+
+
+@pytest.fixture(autouse=True)
+def _traced_only(monkeypatch):
+    """Everything but code generation, which is the slow part and does not count."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    _compile.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    _compile.cache_clear()
+    torch._dynamo.reset()
+
+
+def operand(batch, heads, n, transposed, grad):
+    x = torch.randn(batch, n, heads, 8).transpose(1, 2) if transposed else torch.randn(batch, heads, n, 8)
+    return x.requires_grad_(grad)
+
+
+def test_any_mixture_of_shapes_folds():
+    """Batches, heads, lengths, one-token steps, memory orders and gradients in one process, in a bad order."""
+    booleans = (False, True)
+    for n, batch, heads, transposed, grad in product((7, 1, 12, 33), (1, 2, 3), (4, 1, 6), booleans, booleans):
+        x = operand(batch, heads, n, transposed, grad)
+        turn = torch.rand(1, 1, n, 4), torch.rand(1, 1, n, 4)
+        tau = torch.rand(1, 1, n)
+        run = compile_variant(fold._rotate_and_scale, (x, turn[0], tau), 8, 4, False, False)
+        assert torch.equal(run(x, *turn, tau, False, False), fold._rotate_and_scale(x, *turn, tau, False, False))
+
+
+def test_any_mixture_of_masks_and_biases_is_one_softmax():
+    for n, rows, biased, batch in product((7, 12, 33, 50), (0, 1, 2), (False, True), (2, 3)):
+        scores = [torch.randn(batch, 4, n, n)]
+        masks = [torch.rand(1 if rows == 1 else batch, 1, n, n) > 0.2 if rows else None]
+        biases = [torch.randn(1, 4, n, n) if biased else None]
+        run, rest = compile_variant(dense._softmax, (*scores, *masks, *biases), 1), (0.5, torch.float32)
+        for ours, expected in zip(
+            run(scores, masks, biases, *rest), dense._softmax(scores, masks, biases, *rest), strict=True
+        ):
+            assert torch.equal(ours, expected)
+
+
+def test_a_sweep_of_lengths_takes_two_compilations():
+    for n in range(10, 60):
+        outs, lses = [torch.randn(1, 2, n, 8) for _ in range(2)], [torch.randn(1, 2, n) for _ in range(2)]
+        run, rest = compile_variant(merge._merge, outs, 8), ([0, 0], n)
+        for ours, expected in zip(run(outs, lses, *rest), merge._merge(outs, lses, *rest), strict=True):
+            assert torch.equal(ours, expected)
+    assert counters["stats"]["unique_graphs"] <= 2, dict(counters["stats"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        ("rope+infoscale:train_length=8", "sdpa"),
+        ("rope+infoscale:train_length=8", "flex"),
+        ("rope:layout=interleaved+ssmax:heads=4+cosine:alpha=16", "chunked"),
+        ("rerope:window=4+logn:train_length=8", "sdpa"),
+        ("rerope:window=4+logn:train_length=8", "flex"),
+        ("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa"),
+        ("alibi+window:size=9", "chunked"),
+        ("alibi+window:size=9", "flex"),
+    ],
+)
+def test_the_compiled_path_of_a_gpu_gives_the_same_on_a_cpu(recipe, backend, monkeypatch):
+    """Everything a GPU would compile is traced here, in one graph each, over lengths, modes and gradients."""
+    recipe = ise.Recipe.parse(recipe)
+    run = partial(ise.attention, recipe=recipe, causal=True, backend=backend, return_entropy=True)
+    settings = [(n, keys, grad) for n, keys in ((12, 12), (1, 30), (200, 200), (150, 300)) for grad in (False, True)]
+    shapes = [((2, 4, n, 16), (2, 2, keys, 16), (2, 2, keys, 16)) for n, keys, _ in settings]
+    inputs = [[torch.randn(shape) for shape in three] for three in shapes]
+
+    def results():
+        for (_, _, grad), tensors in zip(settings, inputs, strict=True):
+            if backend == "flex" and grad:
+                continue  # no backward on a CPU
+            q, k, v = (x.clone().requires_grad_(grad) for x in tensors)
+            with torch.set_grad_enabled(grad):
+                out, aux = run(q, k, v)
+            yield from (out, aux.entropy)
+            if grad:
+                yield from torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = list(results())
+    for module in (fold, merge, sys.modules["isentrope.attention"]):
+        monkeypatch.setattr(module, "maybe_compile", compile_variant)
+    monkeypatch.setattr(
+        flex, "_eager", lambda *args: compile_variant(flex._run, (*args[:3], args[4].kv_indices))(*args)
+    )
+    for ours, truth in zip(results(), expected, strict=True):
+        assert_close(ours, truth)
+    assert counters["stats"]["unique_graphs"] > 0

@@ -1,0 +1,365 @@
+"""Each position method at points worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import isentrope as ise
+from isentrope import Recipe, attention
+
+CPU = torch.device("cpu")
+WIDE = torch.float64
+
+
+def theta(position, d, length=1):
+    return position.frequencies(d, length, WIDE, CPU)
+
+
+def wide(*values):
+    return torch.tensor(values, dtype=WIDE)
+
+
+# --- frequencies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"),
+    [
+        (ise.RoPE(), [1, 1e-2]),
+        (ise.RoPE(100.0), [1, 1e-1]),
+        (ise.PI(4.0), [1 / 4, 1 / 400]),
+        (ise.NTK(4.0), [1, 1 / 400]),  # d / (d - 2) = 2, so the base is 16 times as large
+        (ise.YaRN(4.0, 10**9), [1, 1e-2]),  # every pair turns often within a billion tokens
+        (ise.ReRoPE(4), [1, 1e-2]),
+    ],
+    ids=str,
+)
+def test_two_pairs_by_hand(position, expected):
+    assert_close(theta(position, 4), wide(*expected), rtol=1e-15, atol=0)
+
+
+def test_ntk_leaves_the_fastest_pair_and_interpolates_the_slowest():
+    for d in (4, 64, 128):
+        plain, scaled = theta(ise.RoPE(), d), theta(ise.NTK(8.0), d)
+        assert scaled[0] == plain[0]
+        assert (plain[-1] / scaled[-1]).item() == pytest.approx(8, rel=1e-14)
+
+
+@pytest.mark.parametrize(("length", "stretch"), [(1, 1), (100, 1), (101, 1.02), (200, 3), (400, 7)])
+def test_dynamic_ntk_stretches_with_the_row(length, stretch):
+    dynamic = ise.NTK(2.0, dynamic=True, original_length=100)
+    assert_close(theta(dynamic, 8, length), theta(ise.NTK(float(stretch)), 8), rtol=1e-14, atol=0)
+    rows = torch.tensor([[length, 100]])
+    assert_close(theta(dynamic, 8, rows)[0], torch.stack((theta(dynamic, 8, length), theta(ise.RoPE(), 8))))
+
+
+def test_yarn_ramp():
+    # corr(32) = 16.1 and corr(1) = 40.2: pairs 0 … 16 are kept, 41 … 63 are interpolated
+    plain, scaled = theta(ise.RoPE(), 128), theta(ise.YaRN(16.0, 2048), 128)
+    ratio = scaled / plain
+    assert bool((ratio[:17] == 1).all())
+    assert_close(ratio[41:], torch.full((23,), 1 / 16, dtype=WIDE), rtol=1e-15, atol=0)
+    kept = 1 - (torch.arange(17, 41, dtype=WIDE) - 16) / 25
+    assert_close(ratio[17:41], kept + (1 - kept) / 16, rtol=1e-14, atol=0)
+
+
+def test_yarn_of_a_short_training_length():
+    # corr(32) is negative, corr(1) = 16.1: the ramp begins at the first pair
+    ratio = theta(ise.YaRN(16.0, 64), 128) / theta(ise.RoPE(), 128)
+    kept = 1 - torch.arange(17, dtype=WIDE) / 17
+    assert_close(ratio[:17], kept + (1 - kept) / 16, rtol=1e-14, atol=0)
+    assert_close(ratio[17:], torch.full((47,), 1 / 16, dtype=WIDE), rtol=1e-15, atol=0)
+
+
+def test_yarn_without_a_ramp_is_a_step():
+    # d = 4: corr(32) and corr(1) both fall on pair 0
+    ratio = theta(ise.YaRN(8.0, 6), 4) / theta(ise.RoPE(), 4)
+    assert_close(ratio, wide(1, 1 / 8))
+
+
+def test_the_training_length_comes_from_the_temperature():
+    recipe = Recipe.parse("yarn:factor=16+infoscale:train_length=64").resolve()
+    assert recipe.position.original_length == 64
+    assert (
+        Recipe.parse("yarn:factor=16,original_length=32+logn:train_length=64").resolve().position.original_length == 32
+    )
+    assert Recipe.parse("ntk:factor=2,dynamic=True+logn:train_length=64").resolve().position.original_length == 64
+    q = torch.randn(1, 1, 9, 128)
+    assert torch.equal(
+        attention(q, q, q, "yarn:factor=16+infoscale:train_length=64"),
+        attention(q, q, q, "yarn:factor=16,original_length=64+infoscale:train_length=64"),
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ise.RoPE,
+        lambda **o: ise.ReRoPE(3, **o),
+        lambda **o: ise.SelfExtend(3, 2, **o),
+        lambda **o: ise.YaRN(4.0, 32, **o),
+    ],
+)
+@pytest.mark.parametrize("rotary_dim", [None, 8])
+def test_the_two_layouts_differ_by_a_permutation(make, rotary_dim):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 11, 12, generator=generator, dtype=WIDE) for _ in range(3))
+    turning = rotary_dim or 12
+    order = [*range(0, turning, 2), *range(1, turning, 2), *range(turning, 12)]
+    half = attention(q[..., order], k[..., order], v, Recipe(position=make(rotary_dim=rotary_dim)))
+    pairs = attention(q, k, v, Recipe(position=make(rotary_dim=rotary_dim, layout="interleaved")))
+    assert_close(pairs, half, rtol=0, atol=1e-14)
+
+
+# --- near and far -----------------------------------------------------------------------------------------------------
+
+FAR = {
+    # (i, j): the distance at which they meet
+    "rerope": (ise.ReRoPE(4), {(5, 5): 0, (8, 5): 3, (9, 5): 4, (20, 5): 4, (5, 8): -3, (5, 9): -4, (5, 20): -4}),
+    "leaky": (ise.LeakyReRoPE(4, 2.0), {(8, 5): 3, (9, 5): 4, (11, 5): 5, (20, 5): 9.5, (5, 9): -4, (5, 11): -5}),
+    "selfextend": (
+        ise.SelfExtend(4, 2),
+        {(8, 5): 3, (9, 5): 4, (9, 1): 6, (10, 1): 7, (10, 0): 7, (5, 9): -4, (1, 9): -6, (0, 10): -7},
+    ),
+    "selfextend-wide": (ise.SelfExtend(3, 8), {(2, 0): 2, (3, 0): 3, (8, 5): 4, (16, 0): 5, (5, 8): -4}),
+}
+
+
+def side(at, index):
+    """Where one query or key stands in a branch."""
+    return 0 if at is None else at[0, index].item() if isinstance(at, torch.Tensor) else at
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_distances_by_hand(name):
+    position, points = FAR[name]
+    query = key = torch.arange(24)[None]
+    for (i, j), expected in points.items():
+        met = [
+            side(branch.query, i) - side(branch.key, j)
+            for branch in position.branches(query, key, 1)
+            for span in branch.region.spans
+            if span.start <= j < span.stop and span.low <= j - i < span.high
+        ]
+        assert met == [expected], (i, j)
+
+
+def test_cacheable_keys():
+    cacheable = [ise.RoPE(), ise.PI(2.0), ise.NTK(2.0), ise.YaRN(2.0, 64), ise.ALiBi(), ise.NoPE()]
+    raw = [ise.NTK(2.0, True, 64), ise.ReRoPE(4), ise.LeakyReRoPE(4), ise.SelfExtend(4, 2), ise.CLEX(8, 64)]
+    assert all(position.keys_cacheable for position in cacheable)
+    assert not any(position.keys_cacheable for position in raw)
+
+
+# --- ALiBi ------------------------------------------------------------------------------------------------------------
+
+
+def test_alibi_slopes_of_powers_of_two():
+    assert ise.ALiBi().slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+    assert ise.ALiBi().slopes(1).tolist() == [2.0**-8]
+    assert_close(ise.ALiBi().slopes(16), 2.0 ** (-torch.arange(1, 17, dtype=WIDE) / 2), rtol=1e-15, atol=0)
+
+
+def test_alibi_slopes_between_powers_of_two():
+    slopes = ise.ALiBi().slopes(12)
+    assert_close(slopes[:8], ise.ALiBi().slopes(8))
+    assert_close(slopes[8:], 2.0 ** -wide(0.5, 1.5, 2.5, 3.5))
+    assert len(set(slopes.tolist())) == 12
+
+
+def test_alibi_is_a_distance_bias_both_ways():
+    zero = torch.zeros(1, 8, 5, 4, dtype=WIDE)
+    one_hot = torch.eye(5, dtype=WIDE).expand(1, 8, 5, 5)
+    weights = attention(zero, zero, one_hot, "alibi")
+    distance = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+    slopes = 2.0 ** -torch.arange(1, 9, dtype=WIDE)
+    assert_close(weights[0], torch.softmax(-slopes[:, None, None] * distance, -1))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "chunked"])
+def test_alibi_bias_is_not_rounded_to_half_precision(backend):
+    """At a distance of 400 a bias rounded to bf16 is wrong by up to a half, and a weight by a factor."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 8, n, 64, generator=generator).bfloat16() for n in (64, 512, 512))
+    q = 10 * q
+    exact = attention(q.double(), k.double(), v.double(), "alibi", causal=True, backend="reference")
+    errors = {
+        name: (attention(q, k, v, "alibi", causal=True, backend=name).double() - exact).abs().max().item()
+        for name in ("reference", backend)
+    }
+    assert errors[backend] <= 2 * errors["reference"]
+
+
+# --- PoSE -------------------------------------------------------------------------------------------------------------
+
+
+def test_pose_makes_two_chunks_with_one_gap():
+    ids = ise.PoSE(4096).sample(500, 64, torch.Generator().manual_seed(0))
+    assert ids.shape == (500, 64) and ids.dtype == torch.int64
+    steps = ids.diff(dim=1)
+    assert bool((ids[:, 0] == 0).all())
+    assert bool((steps >= 1).all())
+    assert bool(((steps > 1).sum(1) <= 1).all())
+    assert ids.max() < 4096
+    split, skip = (steps > 1).int().argmax(1) + 1, ids[:, -1] - 63
+    # 500 draws over 63 places and 4033 skips: ends of both ranges come near
+    assert split.min() <= 2 and split.max() >= 61
+    assert skip.min() < 100 and skip.max() > 3900 and skip.max() <= 4096 - 64
+    assert skip.double().mean().item() == pytest.approx(2016, rel=0.1)
+
+
+def test_pose_reaches_every_split_and_skip():
+    ids = ise.PoSE(6).sample(2000, 4, torch.Generator().manual_seed(0))
+    rows = {tuple(row) for row in ids.tolist()}
+    expected = {tuple(n + skip * (n >= split) for n in range(4)) for split in (1, 2, 3) for skip in (0, 1, 2)}
+    assert rows == expected
+
+
+def test_pose_draws_anew_and_follows_its_seed():
+    pose = ise.PoSE(4096)
+    generator = torch.Generator().manual_seed(1)
+    first, second = pose.sample(4, 64, generator), pose.sample(4, 64, generator)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, pose.sample(4, 64, torch.Generator().manual_seed(1)))
+    assert not torch.equal(first, pose.sample(4, 64, torch.Generator().manual_seed(2)))
+    torch.manual_seed(3)
+    loose = pose.sample(4, 64)
+    assert not torch.equal(loose, pose.sample(4, 64))
+    assert len({tuple(row) for row in pose.sample(8, 64, generator).tolist()}) == 8  # each row its own
+
+
+def test_pose_at_its_target_is_the_plain_row():
+    assert torch.equal(ise.PoSE(64).sample(3, 64), torch.arange(64).expand(3, 64))
+    assert ise.PoSE(1).sample(2, 1).tolist() == [[0], [0]]
+
+
+def test_pose_positions_go_into_attention():
+    ids = ise.PoSE(256).sample(2, 16, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 1, 16, 8, generator=generator, dtype=WIDE) for _ in range(3))
+    out = attention(q, k, v, "rope", causal=True, position_ids=ids)
+    for row in range(2):
+        turn = torch.polar(torch.ones(16, 4, dtype=WIDE), ids[row, :, None] * theta(ise.RoPE(), 8))
+        a, b = (torch.complex(x[row, 0, :, :4], x[row, 0, :, 4:]) * turn for x in (q, k))
+        scores = (a @ b.conj().T).real / math.sqrt(8)
+        weights = torch.softmax(scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf), -1)
+        assert_close(out[row, 0], weights @ v[row, 0])
+
+
+# --- CLEX -------------------------------------------------------------------------------------------------------------
+
+
+def trained_clex(seed=0, **options):
+    clex = ise.CLEX(8, 16, max_factor=4, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in clex.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return clex
+
+
+def test_clex_within_the_training_length_is_rope():
+    clex = trained_clex().eval()
+    for length in (1, 15, 16):
+        assert_close(theta(clex, 8, length), theta(ise.RoPE(), 8), rtol=1e-15, atol=0)
+    assert not torch.allclose(theta(clex, 8, 17), theta(ise.RoPE(), 8), rtol=1e-3)
+
+
+def test_clex_reads_a_row_at_its_own_factor():
+    clex = trained_clex().eval()
+    path = clex.path(5, WIDE, CPU)
+    assert path.shape == (5, 4)
+    for length, t in ((1, 1), (16, 1), (17, 2), (32, 2), (33, 3), (80, 5)):
+        assert torch.equal(theta(clex, 8, length), path[t - 1])
+    rows = theta(clex, 8, torch.tensor([[1, 17], [33, 80]]))
+    assert_close(rows, path[torch.tensor([[0, 1], [2, 4]])])
+
+
+def test_clex_path_solves_its_equation():
+    """A finer integration by Euler's rule ends at the same place."""
+    clex = trained_clex().eval()
+    start = theta(ise.RoPE(), 8).log()
+    up, down = (layer.weight.detach().double() for layer in (clex.up, clex.down))
+    stretch = 2 * torch.arange(4, dtype=WIDE) / 6
+    state, steps = start.clone(), 20000
+    for step in range(steps):
+        t = 1 + 2 * (step + 0.5) / steps
+        ntk = start - stretch * math.log(2 * t - 1)
+        state = state + 2 / steps * (torch.tanh((state + ntk) @ up.T) @ down.T - stretch * 2 / (2 * t - 1))
+    # four-step Runge–Kutta at two steps a unit of t against small steps
+    assert_close(clex.path(3, WIDE, CPU)[-1].detach(), state.exp(), rtol=1e-4, atol=0)
+
+
+def test_clex_samples_its_training_factor():
+    clex = trained_clex()
+    assert clex.training
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+    for _ in range(60):
+        t = clex.sample(generator)
+        drawn.append(t)
+        # while training, the drawn factor counts and not the row's length
+        assert torch.equal(theta(clex, 8, 5), clex.path(4, WIDE, CPU)[t - 1])
+    assert set(drawn) == {1, 2, 3, 4}
+    again = torch.Generator().manual_seed(0)
+    assert [clex.sample(again) for _ in range(60)] == drawn
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
+def test_clex_learns(backend):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(3))
+    clex = trained_clex()
+    clex.factor.fill_(3)
+    attention(q, k, v, Recipe(position=clex), causal=True, backend=backend).square().sum().backward()
+    for parameter in clex.parameters():
+        assert bool(parameter.grad.isfinite().all()) and bool((parameter.grad != 0).any())
+
+
+def test_clex_learns_from_its_start():
+    """W_down begins at zero, and must be able to leave it."""
+    q = torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(0))
+    clex = ise.CLEX(8, 4)
+    clex.factor.fill_(2)
+    attention(q, q, q, Recipe(position=clex)).square().sum().backward()
+    assert bool((clex.down.weight.grad != 0).any())
+    assert bool((clex.up.weight.grad == 0).all())
+
+
+def test_clex_at_factor_one_teaches_nothing():
+    q = torch.randn(1, 1, 12, 8, generator=torch.Generator().manual_seed(0))
+    clex = trained_clex()
+    attention(q, q, q, Recipe(position=clex)).square().sum().backward()
+    assert bool((clex.down.weight.grad == 0).all())
+
+
+@pytest.mark.parametrize("hidden", [None, 3])
+def test_clex_state_survives(hidden):
+    clex, other = trained_clex(hidden=hidden), ise.CLEX(8, 16, max_factor=4, hidden=hidden)
+    assert set(clex.state_dict()) == {"up.weight", "down.weight"}  # the drawn factor is no knowledge
+    other.load_state_dict(clex.state_dict())
+    q = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        outs = [attention(q, q, q, Recipe(position=module.eval())) for module in (clex, other)]
+    assert torch.equal(*outs)
+    assert clex.up.weight.shape == (hidden or 4, 4)
+
+
+def test_clex_in_part_of_a_head():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 10, 12, generator=generator, dtype=WIDE) for _ in range(3))
+    out = attention(q, k, v, Recipe(position=ise.CLEX(8, 16).eval()))
+    assert_close(out.detach(), attention(q, k, v, Recipe(position=ise.RoPE(rotary_dim=8))))
+
+
+def test_clex_remembers_its_path_only_while_nothing_changes():
+    clex = trained_clex().eval()
+    with torch.no_grad():
+        before = theta(clex, 8, 64)
+        assert theta(clex, 8, 64).data_ptr() == before.data_ptr()
+        clex.down.weight.mul_(2)
+        assert not torch.equal(theta(clex, 8, 64), before)
+        clex.down.weight.data.mul_(0.5)  # behind the counter's back, as a captured step does
+        assert torch.equal(theta(clex.train().eval(), 8, 64), before)

@@ -1,0 +1,155 @@
+"""The page, its figures, the command, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from isentrope.cli import app
+from isentrope.report.figures.curves import curves
+from isentrope.report.html import fragments as pieces
+from isentrope.report.html import page
+from tests.fixtures.study import cell, cells, claim, plan, small, study, write
+
+
+class Wellformed(HTMLParser):
+    """Every element that must be closed is, in order; what a page would fetch is collected."""
+
+    EMPTY = frozenset({"meta", "input", "img", "br", "line"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("data:", "#"))]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_wellformed_and_fetches_nothing(made: Path) -> None:
+    text = page.page(made).read_text(encoding="utf-8")
+    parser = Wellformed()
+    parser.feed(text)
+    assert parser.open == [] and parser.fetched == [] and len(parser.ids) == len(set(parser.ids))
+    assert not re.search(r"https?://|@import|url\(", re.sub(r"base64,[^\"]*", "", text))
+    assert text.count("<img") == 2 + 2 and "image/svg+xml" in text and "image/png" not in text  # two beside the paper
+    assert "&lt;b&gt;three&lt;/b&gt; methods &amp; their intervals" in text and "a GPU &lt;&amp;&gt; 16 cores" in text
+    assert "中文法律" in text and "15 % masked at once" in text
+    assert not list(made.rglob(".*"))
+
+
+def test_heavy_figures_are_shown_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study(tmp_path)
+    monkeypatch.setattr(pieces, "HEAVY", 10)
+    text = page.page(tmp_path).read_text(encoding="utf-8")
+    assert text.count("data:image/png") == 2 and "ACC against length" in text
+
+
+@pytest.mark.parametrize(("methods", "labels"), [("A", ["plain", "I.S."]), ("ABCDE", ["plain", "I.S.", "C.S."])])
+def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_column(
+    tmp_path: Path, methods: str, labels: list[str]
+) -> None:
+    """Only the last method has C.S., and the last two of five panels stand in a line of three."""
+    rows = [(method, variant) for method in methods for variant in labels[: 3 if method == "E" else 2]]
+    small(tmp_path, [cell(*row, length, 1.0) for row in rows for length in (128, 256)], rows)
+    curves(tmp_path)
+    for name in ("acc", "ppl"):
+        text = (tmp_path / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert [text.count(f"<!-- {label} -->") for label in labels] == [1] * len(labels)
+        assert text.count("<!-- tokens -->") == text.count("<!-- 256 -->") == min(3, len(methods))
+        figure = ElementTree.fromstring(text).find("{*}g")
+        assert figure is not None and [part.get("id") for part in figure][-1] == "legend_1"
+
+
+def test_many_claims_are_folded_by_verdict(tmp_path: Path) -> None:
+    told = [claim(f"claim {i}", ("Windowed", "both"), ("PI", "plain")) for i in range(9)]
+    write(tmp_path, plan(claims=told), cells((0,)))
+    text = page.page(tmp_path).read_text(encoding="utf-8")
+    assert "<summary>9 of 9: holds</summary>" in text
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command(made: Path) -> None:
+    done = run(made, "--cap")
+    assert done.exit_code == 0, done.output
+    flat = " ".join(done.output.split())
+    assert "holds: InfoScale improves ACC at 4096 for ReRoPE" in flat and ">500" in flat
+    for name in ("main/table.md", "main/table.tex", "main/table.csv", "main/claims.json", "report.html"):
+        assert (made / name).is_file() and name.split("/")[-1] in flat
+    as_json = json.loads(run(made, "--json").output)
+    assert as_json["report"] == str(made / "report.html")
+    assert as_json["plans"][1]["claims"] == json.loads((made / "main" / "claims.json").read_text(encoding="utf-8"))
+    helped = CliRunner().invoke(app, ["report", "--help"])
+    assert "isentrope report results" in helped.output
+
+
+def test_the_same_results_give_the_same_files(made: Path) -> None:
+    page.report(made)
+    files = ("report.html", "main/table.md", "main/table.tex", "main/claims.json", "main/beside.md", "main/beside.svg")
+    before = [(made / name).read_bytes() for name in files]
+    page.report(made)
+    assert [(made / name).read_bytes() for name in files] == before
+
+
+def break_line(folder: Path) -> None:
+    path = folder / "results.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2][:40]]), encoding="utf-8")
+
+
+def change(**changes: Any) -> Any:
+    return lambda folder: write(folder, plan(**changes), cells((0,)))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "plan.json").unlink(), "expected plan.json or decoder.json in it or in its sub"),
+        (lambda folder: (folder / "plan.json").write_text("{"), r"plan.json: expected JSON"),
+        (lambda folder: (folder / "plan.json").write_text("[]"), r"expected 'name', a str"),
+        (break_line, r"results.jsonl, line 3: expected JSON"),
+        (lambda folder: (folder / "results.jsonl").write_text("{}"), r"line 1: expected 'method', a str, got None"),
+        (lambda folder: (folder / "results.jsonl").write_bytes(b"\n\xff\n"), r"line 2: expected JSON"),
+        (change(rows=[{"method": "A"}]), "expected 'method' and 'variant'"),
+        (change(metrics=["bleu"]), "metrics: expected some of ppl, acc, got 'bleu'"),
+        (change(claims=[{"kind": "worse"}]), "expected kind better or best_grows, got 'worse'"),
+        (change(claims=[{"kind": "better", "metric": "x"}]), "expected metric ppl or acc, got 'x'"),
+        (change(claims=[{"kind": "better", "metric": "acc", "text": "t"}]), "'t' of kind better: KeyError"),
+        (change(claims=[{"kind": "best_grows", "metric": "acc", "methods": ["8"], "variant": "", "lengths": [1]}]),
+         "two methods and two lengths"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(tmp_path: Path, harm: Any, message: str) -> None:
+    folder = write(tmp_path / "main", plan(), cells((0,)))
+    harm(folder)
+    done = run(tmp_path)
+    assert done.exit_code == 2 and re.search(message, done.output), done.output
+    assert done.output.count("\n") == 1 and not (tmp_path / "report.html").exists()
+
+
+def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path) -> None:
+    assert "got no folder" in run(tmp_path / "nowhere").output
+    study(tmp_path)
+    (tmp_path / "main" / "figures" / "figures.json").write_text("[]")
+    assert "expected captions by file name, got list" in run(tmp_path).output
