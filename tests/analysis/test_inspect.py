@@ -18,7 +18,7 @@ from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis import inspect as looking
 from isentrope.analysis.attention_statistics import COSINE_BINS, HeatmapWindow
 from isentrope.backends import reference
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call
 from isentrope.cli import app
 from isentrope.evaluation.texts import Text
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
@@ -55,8 +55,9 @@ def dense(seen, position=True):
     """The weights by the oracle, in fp64: (batch, heads, queries, keys)."""
     recipe = seen.recipe if position else replace(seen.recipe, position=None)
     q, k, options = seen.q.double(), seen.k.double(), seen.options
-    where = geometry(q, k, recipe.mask, options.get("mask"), options.get("causal", False), None, None, seen.layout)
-    return reference.probabilities(calls_of(q, k, k, recipe.resolve(), *where, options.get("scale"), False))[0]
+    mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
+    inputs = Inputs(q, k, k, mask, causal, layout=seen.layout, scale=scale)
+    return reference.compute_weights(build_call(inputs, recipe.resolve()))[0]
 
 
 EXTENDED = ("rerope:window=16+infoscale:train_length=32", "yarn:factor=4", "sink:sinks=2,size=20")
