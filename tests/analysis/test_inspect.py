@@ -19,7 +19,7 @@ from isentrope.analysis import inspect as looking
 from isentrope.analysis.attention_statistics import COSINE_BINS, HeatmapWindow
 from isentrope.analysis.observe import head_entropies, layer_entropies, run_observed
 from isentrope.backends import reference
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call
 from isentrope.cli import app
 from isentrope.evaluation.texts import Text
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
@@ -56,8 +56,9 @@ def dense(seen, position=True):
     """The weights by the oracle, in fp64: (batch, heads, queries, keys)."""
     recipe = seen.recipe if position else replace(seen.recipe, position=None)
     q, k, options = seen.q.double(), seen.k.double(), seen.options
-    where = geometry(q, k, recipe.mask, options.get("mask"), options.get("causal", False), None, None, seen.layout)
-    return reference.probabilities(calls_of(q, k, k, recipe.resolve(), *where, options.get("scale"), False))[0]
+    mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
+    inputs = Inputs(q, k, k, mask, causal, layout=seen.layout, scale=scale)
+    return reference.compute_weights(build_call(inputs, recipe.resolve()))[0]
 
 
 EXTENDED = ("rerope:window=16+infoscale:train_length=32", "yarn:factor=4", "sink:sinks=2,size=20")
@@ -132,7 +133,7 @@ def test_before_positions_queries_and_keys_are_unturned(make):
     model, ids = make(), tokens(1, 50)
     for seen in watched(model, ids):
         raw = seen.without_position()
-        assert raw.recipe.position is None and raw.turned is None
+        assert raw.recipe.position is None and raw.applied_rope is None
         if seen.applied_rope is None:
             assert raw.q is seen.q
         else:  # turned back once more it is what it was

@@ -337,7 +337,7 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     assert "(saved) |" in (saved / "README.md").read_text()
 
     plain, loaded = load_on_device(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)
-    assert str(ise.hf.observe.get_recipe(loaded)) == (out / "recipe.txt").read_text().strip()
+    assert str(ise.hf.capture.get_recipe(loaded)) == (out / "recipe.txt").read_text().strip()
     chosen = next(row for row in data["candidates"] if row["name"] == data["chosen"])
     tokenizer = load_tokenizer(str(saved))
     held = [text["name"] for text in data["texts"] if text["part"] == "held-out"]

@@ -76,7 +76,7 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
     monkeypatch.setattr(figures, "perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
-    assert "rerope:window=128" in str(ise.hf.observe.get_recipe(ise.load(tmp_path / "saved")))
+    assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
     assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
 

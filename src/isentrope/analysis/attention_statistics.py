@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from isentrope.attention import attention
 from isentrope.backends.sdpa import MAX_HEAD_DIM
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
-from isentrope.core.layout import Layout
-from isentrope.core.region import Region
 from isentrope.core.rotation import normalise_vectors
 from isentrope.hf.capture import CapturedAttention
 
@@ -68,7 +66,7 @@ def head_entropy(captured: CapturedAttention) -> Tensor:
 
 def uniform_entropy(captured: CapturedAttention) -> float:
     """Compute the entropy if every query attended alike to all its visible keys: the mean of ln n."""
-    layout, region = _geometry(captured)
+    layout, region = compute_geometry(_inputs(captured), captured.recipe.mask)
     return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
 
 
@@ -154,18 +152,17 @@ def _to_accumulation_dtype(captured: CapturedAttention) -> CapturedAttention:
     )
 
 
-def _geometry(captured: CapturedAttention) -> tuple[Layout, Region]:
+def _inputs(captured: CapturedAttention) -> Inputs:
     options = captured.options
-    mask, causal = options.get("mask"), options.get("causal", False)
-    return geometry(captured.q, captured.k, captured.recipe.mask, mask, causal, None, None, captured.layout)
+    mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
+    return Inputs(captured.q, captured.k, captured.k, mask, causal, layout=captured.layout, scale=scale)
 
 
 def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
     captured = _to_accumulation_dtype(captured)
-    q, k, scale = captured.q, captured.k, captured.options.get("scale")
-    with autocast_disabled(q):
-        return calls_of(q, k, k, captured.recipe.resolve(), *_geometry(captured), scale, False)
+    with autocast_disabled(captured.q):
+        return build_call(_inputs(captured), captured.recipe.resolve()).fold()
 
 
 def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
