@@ -17,7 +17,9 @@ import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.loading import load_tokenizer
 from isentrope.evaluation.ranking import rank_recipes, select_best
+from isentrope.evaluation.recipes import check_recipes
 from isentrope.experiments.causal_plan import plan_causal_evaluation
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.runner import run_plan
@@ -62,7 +64,7 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
     assert row["recipe"] in card and "| 256–320 |" in card and "Nothing was measured" not in card
 
     model = ise.load(folder / "saved", dtype=torch.float32)
-    tokenizer = perplexity.load_tokenizer(str(folder / "saved"))
+    tokenizer = load_tokenizer(str(folder / "saved"))
     texts = [tokenizer((folder / "texts" / f"{name}.txt").read_text())["input_ids"][:320] for name in "ab"]
     losses = [perplexity.token_losses(model, torch.tensor(text))[255:].double().mean() for text in texts]
     assert exp(sum(losses) / 2) == pytest.approx(row["perplexity"][-1], rel=1e-5)
@@ -70,12 +72,12 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
 
 def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
     _, words, _ = evaluated
-    monkeypatch.setattr(perplexity, "cell", None)
+    monkeypatch.setattr(perplexity, "measure_text", None)
     monkeypatch.setattr(recipes, "write_leaderboard", lambda folder: [])
     monkeypatch.setattr(recipes, "draw_perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
-    assert "rerope:window=128" in str(ise.hf.observe.get_recipe(ise.load(tmp_path / "saved")))
+    assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
     assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
 
@@ -162,7 +164,7 @@ def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
         ).position
         query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
         assert query - key <= 3 * trained / 4
-        perplexity.check_recipes(usual_recipes(trained, length))
+        check_recipes(usual_recipes(trained, length))
 
 
 def test_lengths_and_their_buckets(rows, tmp_path):

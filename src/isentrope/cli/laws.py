@@ -27,10 +27,10 @@ def laws(
     """
     from rich.console import Console
 
-    from isentrope.analysis.entropy_laws import Config, run
+    from isentrope.analysis.entropy_laws import EntropyLawsConfig, measure_laws
     from isentrope.report.figures.laws import draw_laws
     from isentrope.report.tables.terminal import build_laws_table
 
-    results = run(Config(train_length, head_dim, alpha, longest, queries, seed), out)
+    results = measure_laws(EntropyLawsConfig(train_length, head_dim, alpha, longest, queries, seed), out)
     Console().print(build_laws_table(results))
     print_paths([results, *draw_laws(results)])
