@@ -24,14 +24,16 @@ from tests.fixtures.needles import FILLED, made, solved
 
 
 def test_the_same_examples_everywhere():
-    told = json.dumps([[x.asked, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))])
+    told = json.dumps(
+        [[x.user_message, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))]
+    )
     assert hashlib.sha256(told.encode()).hexdigest()[:16] == "87987b370e687a50"
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_examples_differ_by_seed_index_length_and_depth(task):
     others = [{}, {"seed": 1}, {"index": 1}, {"length": 601}] + [{"depth": 51}] * (task in DEPTH_TASKS)
-    texts = {made(task, **other).asked for other in others}
+    texts = {made(task, **other).user_message for other in others}
     assert len(texts) == len(others)
 
 
@@ -79,11 +81,11 @@ def test_depth(depth, text):
 
 
 @pytest.mark.parametrize("text", [FILLER, "  a\n\n b。c\td！！ " + "x" * 100, "one"])
-def test_pieces_are_the_text(text):
+def test_words_are_the_text(text):
     haystack = Haystack.from_texts([text])
-    assert "".join(haystack.pieces).strip() == text.strip()
-    pieces, between = haystack.before(haystack.ends[-1], 3 * len(haystack.pieces) + 1)
-    assert between[0] == 0 and between[-1] == len(pieces) == 3 * len(haystack.pieces) + 1
+    assert "".join(haystack.words).strip() == text.strip()
+    words, between = haystack.words_up_to(haystack.ends[-1], 3 * len(haystack.words) + 1)
+    assert between[0] == 0 and between[-1] == len(words) == 3 * len(haystack.words) + 1
     assert all(a < b for a, b in pairwise(between))
 
 

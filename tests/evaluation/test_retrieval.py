@@ -142,7 +142,7 @@ def test_what_is_found_in_a_reply():
     assert example.count_answers(" and ".join(right[::-1]).lower()) == CHAIN_LENGTH
     assert example.count_answers(f"{right[2]}, {right[2]}, {right[0]}") == 2
     assert example.count_answers(" ".join(wrong + right)) == 0  # all there is, the wrong ones first
-    assert made("multikey").found(made("multikey").decoys[0] + made("multikey").answers[0]) == 0
+    assert made("multikey").count_answers(made("multikey").decoys[0] + made("multikey").answers[0]) == 0
 
 
 # scores

@@ -136,5 +136,5 @@ def test_settings_that_do_not_fit_the_corpus(corpus, tmp_path, options, message)
 
 
 def test_a_folder_without_a_corpus(tmp_path):
-    with pytest.raises(ValueError, match=r"manifest.json: expected a corpus made ready.*isentrope data prepare"):
+    with pytest.raises(ValueError, match=r"manifest.json: expected a prepared corpus.*isentrope data prepare"):
         train(tmp_path, TINY, tmp_path / "out")
