@@ -57,7 +57,7 @@ def test_sizes_are_read():
         ({"variant": "pi", "recipe": "rope"}, "variant: expected a variant, or recipe and pose, got both"),
         ({"variant": "pi", "pose": 64}, "variant: expected a variant, or recipe and pose, got both"),
         ({"precision": "fp16"}, "precision: expected one of auto, bf16, fp32, got 'fp16'"),
-        ({"steps": 5, "epochs": 2.0}, "steps, epochs: expected one of them, above 0, got 5 and 2.0"),
+        ({"steps": 5, "epochs": 2.0}, "steps, epochs: expected exactly one above 0, got 5 and 2.0"),
         ({"steps": 0}, "steps, epochs"),
         ({"steps": -3, "epochs": 2.0}, "steps"),
         ({"epochs": float("inf")}, "epochs"),
