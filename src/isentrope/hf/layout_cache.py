@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from isentrope.core.caching import register_owner
 from isentrope.core.layout import Layout
 
 
@@ -33,6 +34,7 @@ class LayoutCache:
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
         self.entries = dict[Hashable, CachedLayout]()
+        register_owner(self)
 
     def get(
         self,
@@ -70,6 +72,10 @@ class LayoutCache:
         else:
             self.entries[kind] = entry._replace(layer_index=index)
         return entry.layout
+
+    def clear(self) -> None:
+        """Drop all layouts; `clear_caches` calls it."""
+        self.entries.clear()
 
     def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
         """Refer to a tensor weakly; the entry goes when the tensor does."""
