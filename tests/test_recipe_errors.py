@@ -137,7 +137,7 @@ def test_masks_inside_masks_have_an_end():
     data = {"name": "causal"}
     for _ in range(5000):
         data = {"name": "and", "masks": [data]}
-    refused(lambda: Recipe.from_dict({"mask": data}), "at most 32 masks inside one another")
+    refused(lambda: Recipe.from_dict({"mask": data}), "at most 32 nested masks")
     refused(lambda: Recipe.from_dict({"position": {"name": "rope", "base": data}}), "RoPE(base", "too large to print")
 
 
