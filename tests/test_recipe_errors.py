@@ -117,7 +117,7 @@ DEEP = "(" * 5000 + "causal" + ")" * 5000
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(lambda: Recipe.parse(DEEP), ["at most 32 brackets", "(10008 characters)"], id="brackets"),
+        pytest.param(lambda: Recipe.parse(DEEP), ["at most 32 nested brackets", "(10008 characters)"], id="brackets"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 400), ["RoPE(base", "99999… ("], id="400 digits"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 5000), ["RoPE(base", "≤ 1e+12"], id="5000 digits"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "-" * 5000 + "1"), ["RoPE(base"], id="5000 signs"),
