@@ -21,7 +21,7 @@ from isentrope.data.corpus import Document, read_sympy_documents
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import token_losses
 from isentrope.evaluation.texts import Text
-from isentrope.experiments.runner import SHIPPED
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.hf.learned_temperature import LearnedTemperature, checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
 from isentrope.report.figures.calibration import draw, table
@@ -318,7 +318,7 @@ def test_times():
 
 
 def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
-    model, documents = str(SHIPPED / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
+    model, documents = str(SHIPPED_MODELS / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
     lines = [json.dumps({"text": text[:600]}) for text in documents[:4]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     out, saved = tmp_path / "out", tmp_path / "saved"

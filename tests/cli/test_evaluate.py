@@ -17,9 +17,9 @@ import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
-from isentrope.experiments.causal_plan import run as run_plan
-from isentrope.experiments.causal_plan import single
-from isentrope.experiments.runner import SHIPPED
+from isentrope.experiments.causal_plan import plan_causal_evaluation
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.experiments.runner import run_plan as run_plan
 from isentrope.report.figures import laws as figures
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
@@ -36,7 +36,7 @@ def evaluated(tmp_path_factory):
     (folder / "texts").mkdir()
     for name in "ab":
         (folder / "texts" / f"{name}.txt").write_text(f"def {name}(x):\n    return x + 1  # and so on\n\n\n" * 9)
-    words = (SHIPPED / "llama", "--data", folder / "texts", "--length", "1.25x", "--out", folder / "out")
+    words = (SHIPPED_MODELS / "llama", "--data", folder / "texts", "--length", "1.25x", "--out", folder / "out")
     return folder, words, evaluate(*words, "--save", folder / "saved")
 
 
@@ -118,7 +118,7 @@ def test_all_columns_are_shown_in_a_narrow_terminal(evaluated, monkeypatch):
 def test_mistakes_end_in_one_line(evaluated, tmp_path, given, words):
     asked = {"--data": evaluated[0] / "texts", "--length": "320", "--out": tmp_path} | given
     options = [word for pair in asked.items() if pair[1] is not None for word in pair]
-    assert_one_line(evaluate(SHIPPED / "llama", *options), words)
+    assert_one_line(evaluate(SHIPPED_MODELS / "llama", *options), words)
     assert not list(tmp_path.iterdir())
 
 
@@ -133,13 +133,15 @@ def rows(tmp_path):
 def test_usual_recipes_that_a_model_refuses_are_left_out(rows, tmp_path):
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     llama(rope_parameters=dynamic).save_pretrained(tmp_path / "model")
-    name, config, said = str(tmp_path / "model"), llama().config, []
-    folder, _ = run_plan(single(name, config, [str(rows)], [], "80", device="cpu"), tmp_path, said.append)
+    config, said = llama().config, []
+    decoder = {"model": str(tmp_path / "model"), "device": "cpu"}
+    plan = plan_causal_evaluation(decoder, config, [str(rows)], [], "80")
+    run_plan(plan, tmp_path, notify=said.append)
     assert any(words.startswith("left out rerope:window=32: ") for words in said), said
-    data = json.loads((folder / "perplexity.json").read_text())
+    data = json.loads((tmp_path / plan.name / "perplexity.json").read_text())
     assert {"plain", "infoscale"} <= set(data["config"]["recipes"]) < {"plain", *usual_recipes(TRAINED, 80)}
     with pytest.raises(ValueError, match="dynamic"):
-        run_plan(single(name, config, [str(rows)], ["rerope:window=32"], "80", device="cpu"), tmp_path)
+        run_plan(plan_causal_evaluation(decoder, config, [str(rows)], ["rerope:window=32"], "80"), tmp_path)
 
 
 def test_learned_positions_end(rows, tmp_path):
@@ -165,10 +167,11 @@ def test_lengths_and_their_buckets(rows, tmp_path):
     assert [parse_length(text, 256) for text in ("4x", "4×train", "1.5x", "300")] == [1024, 1024, 384, 300]
     assert choose_edges(256, 1024) == (0, 128, 256, 512, 1024)
     assert choose_edges(256, 520) == (0, 128, 256, 520)  # eight tokens alone would say nothing
-    plan = single(str(tmp_path), llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True, dtype="float32")
+    decoder = {"model": str(tmp_path), "dtype": "float32", "gguf_file": None}
+    plan = plan_causal_evaluation(decoder, llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True)
     assert plan.retrieval.recipes == plan.perplexity.recipes == ("plain", "infoscale")
     assert plan.retrieval.tasks == ("passkey",) and plan.retrieval.lengths == (128,)
-    assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.usual
+    assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.skip_unsupported
 
 
 def test_the_verdict(tmp_path):

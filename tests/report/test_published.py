@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isentrope.experiments.plan import load, names
+from isentrope.experiments.plan import load_plan, plan_names
 from isentrope.report.claims import judge
 from isentrope.report.html import page
 from isentrope.report.load import Row, read
@@ -24,7 +24,7 @@ def test_the_papers_tables_are_complete_under_the_names_of_the_plans() -> None:
     assert {label: len(table.values) for label, table in tables().items()} == {
         label: rows * 6 * 2 for label, rows in sizes.items()
     }
-    plans = {found.label: found for found in map(load, names()) if found.label}
+    plans = {found.label: found for found in map(load_plan, plan_names()) if found.label}
     assert plans.keys() == sizes.keys()
     for label, table in tables().items():
         rows, lengths, _ = (set(found) for found in zip(*table.values, strict=True))

@@ -143,7 +143,11 @@ def test_an_interrupted_run_goes_on(laws, done, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for place, name in ((study, "tokenize"), (study.duplicates, "signature"), (study.partition, "draw")):
+    for place, name in (
+        (study, "tokenize"),
+        (study.duplicates, "compute_signature"),
+        (study.partition, "split_held_out"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupted)
             with pytest.raises(KeyboardInterrupt):

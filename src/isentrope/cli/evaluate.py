@@ -57,8 +57,8 @@ def evaluate(
     """
     from isentrope.evaluation.loading import check_save_folder, read_causal_config, save_extended
     from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT, rank_recipes, select_best
-    from isentrope.experiments import plan as plans
-    from isentrope.experiments.causal_plan import single
+    from isentrope.experiments.causal_plan import plan_causal_evaluation
+    from isentrope.experiments.masked_plan import plan_masked_evaluation
     from isentrope.report.tables.leaderboard import measured
 
     if not data:
@@ -68,13 +68,13 @@ def evaluate(
         _reject_options(context, CAUSAL_OPTIONS, "GAU-α")
         if not recipe or len(data) > 1:
             raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
-        masked_plan = plans.single(model, recipe, lengths, positions, protocol)
+        masked_plan = plan_masked_evaluation(model, recipe, lengths, positions, protocol)
         complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]))
         raise typer.Exit(0 if complete else 1)
     _reject_options(context, GAU_OPTIONS, config.model_type)
     check_save_folder(save)
-    loading = {"gguf_file": gguf_file, "dtype": dtype, "device": device}
-    plan = single(model, config, data, recipe or [], length, documents, retrieval, **loading)
+    decoder = {"model": model, "gguf_file": gguf_file, "dtype": dtype, "device": device}
+    plan = plan_causal_evaluation(decoder, config, data, recipe or [], length, documents, retrieval)
     out = out or Path("results/evaluate")
     complete = run_causal_plan(plan, out)
     if save is not None:

@@ -16,12 +16,12 @@ def run_causal_plan(plan: Any, out: Path) -> bool:
     Returns:
         Whether every cell was measured.
     """
-    from isentrope.experiments.causal_plan import run
+    from isentrope.experiments.runner import run_plan
     from isentrope.report.html import recipes
     from isentrope.report.html.page import page
 
     disable_progress_bars()
-    folder, failed = run(plan, out, print_progress)
+    folder, failed = out / plan.name, run_plan(plan, out, notify=print_progress)["failed"]
     written = recipes.write(folder)
     print_recipes(folder)
     print_paths([*written, page(folder)])
@@ -62,19 +62,19 @@ def run_masked_plan(
     """
     from rich.console import Console
 
-    from isentrope.experiments.runner import run
+    from isentrope.experiments.runner import run_plan
     from isentrope.report.figures.curves import curves
     from isentrope.report.html.page import page
     from isentrope.report.tables.grid import terminal, write
-    from isentrope.training.trainer import Interrupted, is_main
+    from isentrope.training.trainer import Interrupted, is_main_process
 
     disable_progress_bars()
     try:
-        outcome = run(plan, out, corpus, print_progress, compile, is_helper)
+        outcome = run_plan(plan, out, corpus, print_progress, compile, is_helper)
     except Interrupted as stopped:
         print_error(str(stopped))
         raise typer.Exit(128 + stopped.number) from None
-    if is_main() and not is_helper:
+    if is_main_process() and not is_helper:
         folder = out / plan.name
         curves(folder)
         write(folder)

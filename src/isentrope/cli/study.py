@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,7 +40,9 @@ def list_plans() -> None:
     from isentrope.experiments import plan as plans
     from isentrope.report.tables import terminal as tables
 
-    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+    Console().print(
+        tables.plans([plans.describe_plan(name) for name in (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())])
+    )
 
 
 @study.command("run")
@@ -71,36 +73,25 @@ def run(
 
     accelerate launch -m isentrope.cli study run main --data data/laws --out results
     """
-    from isentrope.experiments import plan as plans
+    from isentrope.experiments.masked_plan import MaskedPlan, override_plan
+    from isentrope.experiments.plan import PLANS_WITHOUT_CELLS, load_plan
 
-    has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
-    if causal_plans := _load_causal_plans(names, has_options):
-        complete = [run_causal_plan(plan, out) for plan in causal_plans]
+    plans = [load_plan(name) for name in names if name not in PLANS_WITHOUT_CELLS]
+    masked_plans = [override_plan(plan, lengths, positions, seeds) for plan in plans if isinstance(plan, MaskedPlan)]
+    if len(masked_plans) < len(plans):
+        has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
+        if masked_plans or len(plans) < len(names) or has_options:
+            raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
+        complete = [run_causal_plan(plan, out) for plan in plans]
         raise typer.Exit(0 if all(complete) else 1)
     if corpus is None and "dataset" in names:
         raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
-    masked_plans = [
-        plans.changed(plans.load(name), lengths, positions, seeds) for name in names if name not in plans.OTHERS
-    ]
-    for name in () if helps else (name for name in names if name in plans.OTHERS):
+    for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
         _run_without_cells(name, out, corpus)
     with _helper_processes(jobs - 1, out / "jobs"):
         complete = [run_masked_plan(plan, out, corpus, compile, helps) for plan in masked_plans]
     if not all(complete):
         raise typer.Exit(1)
-
-
-def _load_causal_plans(names: list[str], has_options: bool = False) -> list[Any]:
-    """Load the plans for causal models; has_options: whether options are given that only other plans have."""
-    files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
-    if not files:
-        return []
-    from isentrope.experiments.causal_plan import load
-
-    causal_plans = [plan for file in files if (plan := load(file)) is not None]
-    if causal_plans and (len(causal_plans) < len(names) or has_options):
-        raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
-    return causal_plans
 
 
 def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
@@ -146,12 +137,10 @@ def status(
 
     isentrope study status main --out results
     """
-    from isentrope.experiments import causal_plan as causal
-    from isentrope.experiments import plan as plans
-    from isentrope.experiments import runner
+    from isentrope.experiments.plan import load_plan
+    from isentrope.experiments.runner import plan_status
 
-    causal_plans = _load_causal_plans([plan])
-    counts = causal.status(causal_plans[0], out) if causal_plans else runner.status(plans.load(plan), out)
+    counts = plan_status(load_plan(plan), out)
     if as_json:
         typer.echo(json.dumps(counts))
         return
@@ -172,14 +161,14 @@ def draw_figures(
     isentrope study figures --data data/laws --out results
     """
     from isentrope.data.prepared import PreparedCorpus
-    from isentrope.experiments.paper.figures import looks, trainings
+    from isentrope.experiments.paper.figures import inspect_models, training_folders
     from isentrope.report.figures import inspect
     from isentrope.report.figures.losses import losses
     from isentrope.report.figures.partition import partition
 
     disable_progress_bars()
     prepared = PreparedCorpus.open(corpus)
-    inspected, runs = looks(prepared, out, print_progress), trainings(prepared, out, print_progress)
+    inspected, runs = inspect_models(prepared, out, print_progress), training_folders(prepared, out, print_progress)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     print_paths([
