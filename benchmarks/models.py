@@ -20,7 +20,7 @@ from isentrope.data.batches import MaskedBatches
 from isentrope.data.prepared import Documents
 from isentrope.evaluation.loading import load_on_device
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.training.step import Stepper, ahead
+from isentrope.training.step import Stepper, prefetch
 
 AWAY = 0.05  # what bf16 may make of the largest logit
 ROOM = 128  # slots of a static cache beyond its contents: every step takes one
@@ -242,7 +242,7 @@ def trained(size: Sizes, batch: int, length: int, steps: int) -> float:
     model: nn.Module = network(size, 0.1).train()
     stepper = Stepper(model, Accelerator(), decay=0.01, clip=1.0, bf16=cuda, accumulate=1, compile=cuda)
     losses, begun = [], 0.0
-    with ahead(batches.__getitem__, 0, WARM + steps, pin=cuda) as stream:
+    with prefetch(batches.__getitem__, 0, WARM + steps, pin=cuda) as stream:
         for done, drawn in enumerate(stream):
             if done == WARM:
                 torch.cuda.synchronize() if cuda else None

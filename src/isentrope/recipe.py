@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isentrope import masks, positions, scores, temperatures
+from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.parts import REQUIRED, Part
 from isentrope.utils.text import format_value, suggest, truncate
 
@@ -223,10 +224,34 @@ def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tupl
     options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
     missing = [key for key in required if key not in options]
     if missing:
-        example = ",".join(f"{key}=…" for key in missing)
-        raise ValueError(
-            f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}; add it as {name}:{example}"
-        )
-    built = part(**options)
-    # for use as it is: a model that registers learned parts puts them in its own mode
-    return kind, built.eval() if isinstance(built, torch.nn.Module) else built
+        raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
+    made = part(**options)
+    # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
+    return kind, made.eval() if isinstance(made, torch.nn.Module) else made
+
+
+_parsed: dict[str, Recipe] = {}
+register_clear(_parsed.clear)
+_PLAIN_RECIPE = Recipe()
+
+
+def as_recipe(recipe: Recipe | str | None) -> Recipe:
+    """Return a recipe, parsed if it is text, and the plain one for None.
+
+    Raises:
+        ValueError: it is none of these, or no text of a recipe.
+    """
+    if isinstance(recipe, str):
+        return _parsed[recipe] if recipe in _parsed else _parse_cached(recipe)
+    if recipe is None:
+        return _PLAIN_RECIPE
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe: expected a Recipe, its text or None, got {format_value(recipe)}")
+    return recipe
+
+
+def _parse_cached(text: str) -> Recipe:
+    recipe = Recipe.parse(text)
+    if not recipe.learned and len(_parsed) < MAX_RECIPE_TEXTS:  # learned parts belong to their own recipe
+        _parsed[text] = recipe
+    return recipe

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 class IsentropeConfig(PreTrainedConfig):
-    """Reads a config.json with a recipe into the configuration of the model that was extended.
+    """Reads a config.json with a recipe as the configuration of the model that was extended.
 
     Registered with `AutoConfig` as soon as both packages are imported; the rest is loaded when a folder is read.
     """
@@ -17,9 +17,9 @@ class IsentropeConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        from isentrope.hf.saved_models import read_config
+        from isentrope.hf.saved_models import build_config
 
-        return read_config(config_dict, **options)
+        return build_config(config_dict, **options)
 
 
 AutoConfig.register(IsentropeConfig.model_type, IsentropeConfig, exist_ok=True)

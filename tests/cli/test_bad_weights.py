@@ -31,7 +31,7 @@ from isentrope.cli import app
 from isentrope.core import dtypes
 from isentrope.data.features import mean_hidden_states
 from isentrope.evaluation.loading import load_causal_model
-from isentrope.experiments.runner import SHIPPED
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.pretrained import check_finite, check_weights, load_pretrained, saved_dtype
 from tests.fixtures.commands import assert_one_line
@@ -289,12 +289,12 @@ def test_a_dtype_that_is_asked_for_holds(text, tmp_path, tokenizer, heard):
 
 def test_shipped_models_load_in_float32_on_a_cpu(monkeypatch, heard):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert saved_dtype(SHIPPED / "dot") == torch.bfloat16
-    assert models.GAUAlphaForMaskedLM.from_pretrained(SHIPPED / "dot").dtype == torch.float32
-    assert AutoModelForMaskedLM.from_pretrained(SHIPPED / "dot").dtype == torch.float32
+    assert saved_dtype(SHIPPED_MODELS / "dot") == torch.bfloat16
+    assert models.GAUAlphaForMaskedLM.from_pretrained(SHIPPED_MODELS / "dot").dtype == torch.float32
+    assert AutoModelForMaskedLM.from_pretrained(SHIPPED_MODELS / "dot").dtype == torch.float32
     assert len(heard.messages) == 1
-    assert AutoModelForMaskedLM.from_pretrained(SHIPPED / "dot", dtype=torch.bfloat16).dtype == torch.bfloat16
-    assert AutoModelForMaskedLM.from_pretrained(SHIPPED / "dot", dtype="auto").dtype == torch.bfloat16
+    assert AutoModelForMaskedLM.from_pretrained(SHIPPED_MODELS / "dot", dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert AutoModelForMaskedLM.from_pretrained(SHIPPED_MODELS / "dot", dtype="auto").dtype == torch.bfloat16
 
 
 # --- models that no recipe can change ---------------------------------------------------------------------------------

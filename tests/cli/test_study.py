@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.experiments import plan as plans
-from isentrope.experiments.runner import SHIPPED
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.plans import PLAN
 
@@ -89,7 +89,7 @@ def test_evaluating_a_model(study, corpus, tmp_path):
 
 def test_the_list_names_every_plan():
     result = tell("study", "list")
-    for name in ("laws", "dataset", *plans.names()):
+    for name in ("laws", "dataset", *plans.plan_names()):
         assert re.search(rf"^ {name} ", result.stdout, re.MULTILINE), name
 
 
@@ -112,9 +112,12 @@ def test_mistakes_end_in_one_line(corpus, tmp_path):
     assert_one_line(tell("study", "run", "ablation", "--data", corpus, "--lengths", "8,x"), "lengths")
     assert_one_line(tell("study", "status", "nothing"), "unknown 'nothing'")
     assert_one_line(tell("evaluate", tmp_path, "--data", corpus, "--recipe", "rope"), "config.json")
-    assert_one_line(tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'")
     assert_one_line(
-        tell("evaluate", SHIPPED / "dot", "--data", corpus, "--recipe", "rope"), "expected the tokens of the corpus"
+        tell("evaluate", SHIPPED_MODELS / "dot", "--data", corpus, "--recipe", "ropes"), "did you mean 'rope'"
+    )
+    assert_one_line(
+        tell("evaluate", SHIPPED_MODELS / "dot", "--data", corpus, "--recipe", "rope"),
+        "expected the tokens of the corpus",
     )
 
 
@@ -130,14 +133,16 @@ def test_a_model_of_another_kind_is_not_evaluated(corpus, tmp_path):
     assert_one_line(tell("evaluate", tmp_path / "bert", *words), "expected a causal one or GAU-α, got BertForMaskedLM")
     T5Config().save_pretrained(tmp_path / "t5")
     assert_one_line(tell("evaluate", tmp_path / "t5", *words), "got t5")
-    assert_one_line(tell("evaluate", SHIPPED / "llama", *words), "data: expected text for a causal model")
+    assert_one_line(tell("evaluate", SHIPPED_MODELS / "llama", *words), "data: expected text for a causal model")
     assert_one_line(
-        tell("evaluate", SHIPPED / "dot", *words, "--length", "4x"), "--length: not for a model of type GAU-α"
+        tell("evaluate", SHIPPED_MODELS / "dot", *words, "--length", "4x"), "--length: not for a model of type GAU-α"
     )
-    assert_one_line(tell("evaluate", SHIPPED / "dot", *words[:2]), "recipe, data: expected recipes and one corpus")
+    assert_one_line(
+        tell("evaluate", SHIPPED_MODELS / "dot", *words[:2]), "recipe, data: expected recipes and one corpus"
+    )
     plan = tmp_path / "llama.yaml"
     rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
-    plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{path: {SHIPPED / 'llama'}}}}}\n{rows}\n")
+    plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{path: {SHIPPED_MODELS / 'llama'}}}}}\n{rows}\n")
     assert_one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "gau_alpha, got llama")
     plan.write_text(f"title: a\nlengths: [16]\ncheckpoints: {{a: {{train: {{preset: causal}}}}}}\n{rows}\n")
     assert_one_line(tell("study", "run", plan, "--data", corpus, "--out", tmp_path), "expected masked", "got causal")
@@ -145,7 +150,7 @@ def test_a_model_of_another_kind_is_not_evaluated(corpus, tmp_path):
 
 def test_the_llama_that_ships_knows_its_text():
     """An ordinary model of transformers, trained at 256 characters."""
-    folder = Path(str(SHIPPED / "llama"))
+    folder = Path(str(SHIPPED_MODELS / "llama"))
     assert (folder / "model.safetensors").stat().st_size < 8 * 2**20
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -157,7 +162,7 @@ def test_the_llama_that_ships_knows_its_text():
 
 @pytest.mark.parametrize("name", ["dot", "cosine"])
 def test_the_models_that_ship_know_their_text(name):
-    folder = Path(str(SHIPPED / name))
+    folder = Path(str(SHIPPED_MODELS / name))
     assert (folder / "model.safetensors").stat().st_size < 4 * 2**20
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     text = "        return self.func(*args)\n\n    def __init__(self, x):\n  "

@@ -55,22 +55,22 @@ def test_shapes():
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 25])
 def test_an_epoch_takes_every_document_once(size):
     found = batches(size=size)
-    taken = np.concatenate([found.members(step) for step in range(-(-100 // size))])[:100]
+    taken = np.concatenate([found.document_indices(step) for step in range(-(-100 // size))])[:100]
     assert (np.sort(taken.reshape(10, 10)) == np.arange(10)).all()
     assert found.steps_per_epoch == 10 / size
 
 
 def test_every_epoch_takes_them_in_another_order():
     found = batches(size=10)
-    orders = {tuple(found.members(epoch).tolist()) for epoch in range(50)}
+    orders = {tuple(found.document_indices(epoch).tolist()) for epoch in range(50)}
     assert len(orders) == 50
-    assert not orders & {tuple(batches(size=10, seed=8).members(epoch).tolist()) for epoch in range(50)}
+    assert not orders & {tuple(batches(size=10, seed=8).document_indices(epoch).tolist()) for epoch in range(50)}
 
 
 def test_crops_lie_in_the_documents_that_the_step_takes():
     found = batches()
     for step in range(100):
-        crops, members = whole(found[step]), found.members(step)
+        crops, members = whole(found[step]), found.document_indices(step)
         begins = crops[:, 0].numpy() - FIRST * (members + 1)
         assert (crops.diff(dim=1) == 1).all()
         assert (begins >= 0).all() and (begins + 40 <= TEN.lengths[members]).all()
@@ -100,7 +100,9 @@ def test_labels_are_what_was_there_and_only_predictions_are_touched():
     found = batches(documents(40, 40, 40, 40), crop="first")
     for step in range(30):
         batch = found[step]
-        original = torch.from_numpy(np.stack([found.documents[i] for i in found.members(step)]).astype(np.int64))
+        original = torch.from_numpy(
+            np.stack([found.documents[i] for i in found.document_indices(step)]).astype(np.int64)
+        )
         assert torch.equal(batch["labels"], original.gather(1, batch["at"]))
         assert torch.equal(whole(batch), original)
 
@@ -128,7 +130,7 @@ def test_masks_and_noise_are_drawn_anew_each_epoch():
     rows = {}
     for epoch in range(8):
         batch = found[epoch]
-        for row, document in enumerate(found.members(epoch).tolist()):
+        for row, document in enumerate(found.document_indices(epoch).tolist()):
             rows.setdefault(document, []).append((tuple(batch["at"][row].tolist()), int(batch["noise"][row])))
     for of_one in rows.values():
         places, noise = zip(*of_one, strict=True)

@@ -24,14 +24,16 @@ from tests.fixtures.needles import FILLED, made, solved
 
 
 def test_the_same_examples_everywhere():
-    told = json.dumps([[x.asked, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))])
+    told = json.dumps(
+        [[x.user_message, x.lead, x.answers] for x in (made(task, index=i) for task in TASKS for i in (0, 1))]
+    )
     assert hashlib.sha256(told.encode()).hexdigest()[:16] == "87987b370e687a50"
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_examples_differ_by_seed_index_length_and_depth(task):
     others = [{}, {"seed": 1}, {"index": 1}, {"length": 601}] + [{"depth": 51}] * (task in DEPTH_TASKS)
-    texts = {made(task, **other).asked for other in others}
+    texts = {made(task, **other).user_message for other in others}
     assert len(texts) == len(others)
 
 

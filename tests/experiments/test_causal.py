@@ -15,15 +15,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.experiments.causal_plan import load
-from isentrope.experiments.causal_plan import run as run_plan
-from isentrope.experiments.runner import SHIPPED
+from isentrope.experiments.causal_plan import CausalPlan
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.experiments.masked_plan import MaskedPlan
+from isentrope.experiments.plan import load_plan
+from isentrope.experiments.runner import run_plan
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 
 PLAN = f"""
 title: A small one
-decoder: {{model: {SHIPPED / "llama"}}}
+decoder: {{model: {SHIPPED_MODELS / "llama"}}}
 texts: "*.txt"
 documents: 2
 edges: [0, 32, 64, 96]
@@ -63,15 +65,15 @@ def test_what_was_found_again_is_beside_it(run, tmp_path):
     results = folder / "out" / "small" / "perplexity.json"
     (tmp_path / "perplexity.json").write_text(results.read_text())
     shown = Console(width=140, file=StringIO())
-    shown.print(leaderboard.table(tmp_path))
+    shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "passkey 96" in shown.file.getvalue() and "25 %" in shown.file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("title:", "titel:", "got 'titel'"),
-        ("model:", "modl:", "got 'modl'"),
+        ("title:", "titel:", "unknown key 'titel'; did you mean 'title'"),
+        ("model:", "modl:", "unknown key 'modl'; did you mean 'model'"),
         ('"*.txt"', '"*.text"', "got none like \\*.text"),
         ("[0, 32, 64, 96]", "[0, 64, 32]", "edges"),
         ("rerope:window=16", "reroop:window=16", "reroop"),
@@ -83,7 +85,7 @@ def test_mistakes_are_answered_before_anything_is_loaded(run, tmp_path, before, 
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "bad.yaml").write_text(PLAN.replace(before, after))
     with pytest.raises(ValueError, match=words):
-        load(tmp_path / "bad.yaml")
+        load_plan(tmp_path / "bad.yaml")
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -96,7 +98,7 @@ def test_plans_of_the_results_are_read(path, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     for name in ("NOVELS", "PAIRS", "STORIES", "MODULES"):
         monkeypatch.setenv(name, str(tmp_path / "texts.jsonl"))
-    plan = load(path)
+    plan = load_plan(path)
     assert plan.perplexity.recipes[0] == "plain" and plan.texts == (tmp_path / "texts.jsonl",)
     if plan.retrieval is not None:
         assert max(plan.retrieval.lengths) == plan.perplexity.length
@@ -111,44 +113,48 @@ def test_the_script_of_the_results():
     }
 
 
-def test_plans_of_another_kind_are_not_taken(tmp_path):
-    (tmp_path / "other.yaml").write_text("title: x\nlengths: [64]\n")
-    assert load(tmp_path / "other.yaml") is None
+def test_plans_of_both_kinds_are_told_apart(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "causal.yaml").write_text(PLAN)
+    rows = "rows: [{method: a, checkpoint: a, recipe: rope}]"
+    (tmp_path / "masked.yaml").write_text(f"title: x\nlengths: [64]\ncheckpoints: {{a: {{shipped: dot}}}}\n{rows}\n")
+    assert isinstance(load_plan(tmp_path / "causal.yaml"), CausalPlan)
+    assert isinstance(load_plan(tmp_path / "masked.yaml"), MaskedPlan)
 
 
 @pytest.mark.parametrize("others", [["demo"], ["--lengths", "64"], ["--data", "corpus"], ["--jobs", "2"]])
 def test_decoders_do_not_mix(run, others):
     folder, _ = run
     result = CliRunner().invoke(app, ["study", "run", str(folder / "small.yaml"), *others])
-    assert result.exit_code == 2 and "expected them alone" in result.stderr
+    assert result.exit_code == 2 and "expected no other plans" in result.stderr
 
 
 def test_models_and_texts_are_named_by_the_environment_or_beside_the_plan(run, tmp_path, monkeypatch):
     folder, _ = run
-    plan = PLAN.replace(str(SHIPPED / "llama"), "$MODEL").replace("*.txt", "$TEXTS")
+    plan = PLAN.replace(str(SHIPPED_MODELS / "llama"), "$MODEL").replace("*.txt", "$TEXTS")
     (tmp_path / "named.yaml").write_text(plan)
-    with pytest.raises(ValueError, match=r"\$TEXTS: expected the environment"):
-        load(tmp_path / "named.yaml")
+    with pytest.raises(ValueError, match=r"\$TEXTS: environment variable not set"):
+        load_plan(tmp_path / "named.yaml")
     monkeypatch.setenv("TEXTS", str(folder / "*.txt"))
     monkeypatch.setenv("MODEL", "some/name")
-    found = load(tmp_path / "named.yaml")
+    found = load_plan(tmp_path / "named.yaml")
     assert found.decoder["model"] == "some/name" and [path.name for path in found.texts] == ["a.txt", "b.txt"]
     (tmp_path / "some" / "name").mkdir(parents=True)
-    assert load(tmp_path / "named.yaml").decoder["model"] == str(tmp_path / "some" / "name")
+    assert load_plan(tmp_path / "named.yaml").decoder["model"] == str(tmp_path / "some" / "name")
     monkeypatch.setenv("MODEL", "./nowhere")
     with pytest.raises(ValueError, match="expected a folder with a model"):
-        run_plan(load(tmp_path / "named.yaml"), tmp_path)
+        run_plan(load_plan(tmp_path / "named.yaml"), tmp_path)
 
 
 def test_retrieval_may_ask_for_some_of_the_recipes(run):
     folder, _ = run
     asked = "retrieval: {tasks: [passkey], lengths: [512], depths: [0, 50], recipes: [plain]}"
     (folder / "some.yaml").write_text(f"{PLAN}{asked}\n")
-    plan = load(folder / "some.yaml")
+    plan = load_plan(folder / "some.yaml")
     assert plan.retrieval.recipes == ("plain",) and len(plan.perplexity.recipes) == 3
     (folder / "some.yaml").write_text(f"{PLAN}{asked.replace('plain', 'infoscale')}\n")
     with pytest.raises(ValueError, match="expected some of the plan's, got 'infoscale'"):
-        load(folder / "some.yaml")
+        load_plan(folder / "some.yaml")
 
 
 def test_the_page_of_a_plan_for_a_causal_model(run):
@@ -217,7 +223,7 @@ def test_mistakes_in_a_plan(run, key, value, words):
     plan = re.sub(f"^{key}: .*\n", "", PLAN, flags=re.MULTILINE) + f"{key}: {value}\n"
     (run[0] / "wrong.yaml").write_text(plan)
     with pytest.raises(ValueError, match=re.escape(words)):
-        load(run[0] / "wrong.yaml")
+        load_plan(run[0] / "wrong.yaml")
 
 
 def test_status_says_how_far_it_is(run, tmp_path):

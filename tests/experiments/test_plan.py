@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from isentrope.experiments import plan as plans
+from isentrope.experiments.masked_plan import override_plan
 from isentrope.models.gau.config import build_gau_recipe
-from isentrope.training.config import configured
+from isentrope.training.config import build_config
+from isentrope.utils.parsing import parse_numbers
 
 PAPER = {
     "main": "table 4.2.3", "softmax-plus-cosine": "table 4.2.4-1", "softmax-plus": "table 4.2.4-2",
@@ -25,20 +27,20 @@ rows:
 
 
 def test_the_papers_tables_are_there():
-    assert PAPER.keys() <= set(plans.names()) and {"demo", "beyond"} <= set(plans.names())
+    assert PAPER.keys() <= set(plans.plan_names()) and {"demo", "beyond"} <= set(plans.plan_names())
     for name, label in PAPER.items():
-        assert plans.load(name).label == label
+        assert plans.load_plan(name).label == label
 
 
-@pytest.mark.parametrize("name", plans.names())
+@pytest.mark.parametrize("name", plans.plan_names())
 def test_plans_that_ship(name):
-    plan = plans.load(name)
+    plan = plans.load_plan(name)
     for row in plan.rows:
         build_gau_recipe(row.recipe, plan.train_length, 128)
-    for checkpoint in plan.needed():
+    for checkpoint in plan.required_checkpoints():
         if checkpoint.train:
             options = dict(checkpoint.train)
-            config = configured(options.pop("preset"), seed=0, **options)
+            config = build_config(options.pop("preset"), seed=0, **options)
             rows = [row for row in plan.rows if row.checkpoint == checkpoint.name]
             # a model is evaluated with the scores it was trained with
             assert all(("cosine" in row.recipe) == ("cosine" in config.recipe) for row in rows), checkpoint
@@ -51,11 +53,11 @@ def test_plans_that_ship(name):
             ] in plan.lengths
         else:
             assert {(method, claim["variant"]) for method in claim["methods"]} <= known
-    assert plans.described(name)["cells"] == len(plan.rows) * len(plan.lengths) * len(plan.seeds)
+    assert plans.describe_plan(name)["cells"] == len(plan.rows) * len(plan.lengths) * len(plan.seeds)
 
 
 def test_the_main_table_is_the_papers():
-    plan = plans.load("main")
+    plan = plans.load_plan("main")
     assert len(plan.rows) == 36 and plan.lengths == (128, 256, 512, 1024, 2048, 4096)
     assert plan.protocol.name == "single" and plan.protocol.positions == 256
     by = {(row.method, row.variant): row for row in plan.rows}
@@ -65,24 +67,24 @@ def test_the_main_table_is_the_papers():
 
 
 def test_smaller_tables_are_rows_of_the_main_one():
-    rows = set(plans.load("main").rows)
+    rows = set(plans.load_plan("main").rows)
     for name in ("baselines", "infoscale", "cosscale"):
-        assert set(plans.load(name).rows) <= rows
+        assert set(plans.load_plan(name).rows) <= rows
 
 
 def test_what_a_checkpoint_starts_from_comes_first():
-    assert [c.name for c in plans.parse("x", SMALL).needed()] == ["a", "b"]
+    assert [c.name for c in plans.parse_plan("x", SMALL).required_checkpoints()] == ["a", "b"]
 
 
 def test_a_plan_from_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text(SMALL)
-    assert plans.load(str(tmp_path / "mine.yaml")).name == "mine"
+    assert plans.load_plan(str(tmp_path / "mine.yaml")).name == "mine"
 
 
 def test_what_a_command_line_changes():
-    plan = plans.changed(plans.parse("x", SMALL), "32,64", 0, "3,4")
+    plan = override_plan(plans.parse_plan("x", SMALL), "32,64", 0, "3,4")
     assert (plan.lengths, plan.protocol.positions, plan.seeds) == ((32, 64), None, (3, 4))
-    assert plans.changed(plan, None, None, None) == plan
+    assert override_plan(plan, None, None, None) == plan
 
 
 @pytest.mark.parametrize(
@@ -121,13 +123,13 @@ def test_what_a_command_line_changes():
 )
 def test_what_is_refused(text, words):
     with pytest.raises(ValueError, match=words.replace("[", r"\[").replace(".", r"\.")):
-        plans.parse("x", text).needed()
+        plans.parse_plan("x", text).required_checkpoints()
 
 
 def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'ablation'"):
-        plans.load("ablations")
+        plans.load_plan("ablations")
     with pytest.raises(ValueError, match="expected a file"):
-        plans.load("nowhere.yaml")
+        plans.load_plan("nowhere.yaml")
     with pytest.raises(ValueError, match="lengths: expected numbers"):
-        plans.numbers("lengths", "8,x")
+        parse_numbers("lengths", "8,x")

@@ -18,9 +18,12 @@ from safetensors.torch import load_file, save_file
 from isentrope.calibration.masked_lm import set_temperature
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.masked_lm import MaskingProtocol, score_documents
+from isentrope.experiments import checkpoints
+from isentrope.experiments import masked_runner as study
 from isentrope.experiments import plan as plans
-from isentrope.experiments import runner as study
-from isentrope.experiments.runner import checkpoints, run, status
+from isentrope.experiments.checkpoints import prepare_checkpoints
+from isentrope.experiments.masked_plan import override_plan, plan_masked_evaluation
+from isentrope.experiments.runner import plan_status, run_plan
 from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
@@ -33,13 +36,13 @@ pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 @pytest.fixture(scope="module")
 def plan():
-    return plans.parse("small", PLAN)
+    return plans.parse_plan("small", PLAN)
 
 
 @pytest.fixture(scope="module")
 def done(plan, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("done")
-    told = run(plan, out, corpus, lambda words: None)
+    told = run_plan(plan, out, corpus, lambda words: None)
     # 4000 tokens no document has
     assert told == {"plan": "small", "cells": 24, "done": 16, "failed": 8}
     return out
@@ -51,13 +54,13 @@ def rows(out, name="small"):
 
 def counting(monkeypatch):
     seen = []
-    plain = study.evaluate
+    plain = study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         seen.append(length)
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
+    monkeypatch.setattr(study, "score_documents", score_documents)
     return seen
 
 
@@ -98,11 +101,11 @@ def test_infoscale_changes_nothing_inside_the_training_length(done):
 
 def test_rerunning_does_only_what_is_missing(done, plan, corpus, monkeypatch):
     before, seen = (done / "small" / "results.jsonl").read_bytes(), counting(monkeypatch)
-    run(plan, done, corpus, lambda words: None)
+    run_plan(plan, done, corpus, lambda words: None)
     assert set(seen) == {4000}  # what failed is tried again
     lost = next(row for row in rows(done) if row["length"] == 64)
     (done / "cells" / f"{lost['key']}.json").unlink()
-    run(plan, done, corpus, lambda words: None)
+    run_plan(plan, done, corpus, lambda words: None)
     assert seen.count(64) == 1 and 16 not in seen and (done / "small" / "results.jsonl").read_bytes() == before
 
 
@@ -113,10 +116,10 @@ def test_a_broken_cell_is_named_and_measured_again(done, plan, corpus, tmp_path,
     lost = next(row for row in rows(out) if row["length"] == 64)
     path = out / "cells" / f"{lost['key']}.json"
     path.write_text(content)
-    assert status(plan, out) == {"plan": "small", "cells": 24, "done": 15, "failed": 8}
+    assert plan_status(plan, out) == {"plan": "small", "cells": 24, "done": 15, "failed": 8}
     assert f"{path}: " in caplog.messages[0] and "it has to be measured again" in caplog.messages[0]
     seen = counting(monkeypatch)
-    run(plan, out, corpus, lambda words: None)
+    run_plan(plan, out, corpus, lambda words: None)
     assert seen.count(64) == 1 and 16 not in seen and (out / "small" / "results.jsonl").read_bytes() == before
 
 
@@ -124,13 +127,15 @@ def test_a_broken_list_of_cells_is_named(done, plan, tmp_path):
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "cells.json").write_text('["a')
     with pytest.raises(ValueError, match=r"cells\.json: expected JSON, got a broken file .*; run the plan again"):
-        status(plan, tmp_path)
+        plan_status(plan, tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"identity": "'])
 def test_a_broken_train_json_is_named_and_trained_again(done, corpus, tmp_path, content):
     """Checkpoints lie in folders named by their configuration: what is trained there again is the same."""
-    plan = plans.parse("small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]")
+    plan = plans.parse_plan(
+        "small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]"
+    )
     out = copied(done, tmp_path)
     folder = max(
         out.glob("checkpoints/dot-*"),
@@ -139,37 +144,39 @@ def test_a_broken_train_json_is_named_and_trained_again(done, corpus, tmp_path, 
     weights = (folder / "best" / "model.safetensors").read_bytes()
     (folder / "train.json").write_text(content)
     said = []
-    assert run(plan, out, corpus, said.append)["done"] == 1
+    assert run_plan(plan, out, corpus, said.append)["done"] == 1
     assert len(said) == 1 and str(folder / "train.json") in said[0] and "begins again" in said[0]
     assert json.loads((folder / "train.json").read_text())["finished"]
     assert (folder / "best" / "model.safetensors").read_bytes() == weights
 
 
 def test_broken_weights_of_a_checkpoint_are_named(done, corpus, tmp_path):
-    plan = plans.parse("small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]")
+    plan = plans.parse_plan(
+        "small", PLAN.replace("[16, 64, 4000]", "[16]").replace("[0, 1]", "[0]") + "variants: [plain]"
+    )
     out = copied(done, tmp_path)
     path = next(out.glob("checkpoints/base-*")) / "best" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"broken safetensors file .*; delete .* to train it again") as caught:
-        run(plan, out, corpus, lambda words: None)
+        run_plan(plan, out, corpus, lambda words: None)
     assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_weights_that_a_study_is_given(done, corpus, tmp_path):
     mine = Path(shutil.copytree(next(done.glob("checkpoints/dot-*")) / "best", tmp_path / "model"))
-    plan, path = plans.single(str(mine), ["rope"], "16", 2, "single"), mine / "model.safetensors"
+    plan, path = plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single"), mine / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name in tensors if "o_dense" in name)
     save_file({("other" if key == name else key): x for key, x in tensors.items()}, path, {"format": "pt"})
     with pytest.raises(ValueError, match=f"model.safetensors: lacks {name} of the gau_alpha model, but has other"):
-        run(plan, tmp_path, corpus, lambda words: None)
+        run_plan(plan, tmp_path, corpus, lambda words: None)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"broken safetensors file .*; fetch or save it again"):
-        run(plan, tmp_path, corpus, lambda words: None)
+        run_plan(plan, tmp_path, corpus, lambda words: None)
 
 
 def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain, count = copied(done, tmp_path), study.evaluate, iter(range(100))
+    out, plain, count = copied(done, tmp_path), study.score_documents, iter(range(100))
 
     def score_documents(*arguments):
         if next(count) == 5:
@@ -177,19 +184,19 @@ def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_pat
         return plain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(study, "evaluate", score_documents)
+        patch.setattr(study, "score_documents", score_documents)
         with pytest.raises(KeyboardInterrupt):
-            run(plan, out, corpus, lambda words: None)
+            run_plan(plan, out, corpus, lambda words: None)
     assert not list(out.rglob("*.partial"))
-    assert status(plan, out) == {"plan": "small", "cells": 24, "done": 4, "failed": 1}
-    run(plan, out, corpus, lambda words: None)
+    assert plan_status(plan, out) == {"plan": "small", "cells": 24, "done": 4, "failed": 1}
+    run_plan(plan, out, corpus, lambda words: None)
     assert (out / "small" / "results.jsonl").read_bytes() == (done / "small" / "results.jsonl").read_bytes()
 
 
 def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
     seen = counting(monkeypatch)
-    part = plans.parse("part", PLAN + "variants: [plain, I.S.]")
-    told = run(part, done, corpus, lambda words: pytest.fail(words))
+    part = plans.parse_plan("part", PLAN + "variants: [plain, I.S.]")
+    told = run_plan(part, done, corpus, lambda words: pytest.fail(words))
     assert set(seen) == {4000} and told["done"] == 8
     assert [row["ppl"] for row in rows(done, "part")] == [
         row["ppl"] for row in rows(done) if row["variant"] in ("plain", "I.S.")
@@ -197,26 +204,26 @@ def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
 
 
 def test_a_cell_that_fails_leaves_the_others_alone(done, plan, corpus, tmp_path, monkeypatch):
-    out, plain = copied(done, tmp_path), study.evaluate
+    out, plain = copied(done, tmp_path), study.score_documents
 
     def score_documents(model, documents, hashes, length, *others):
         if length == 64:
             raise torch.OutOfMemoryError("64 tokens are too many\nand more")
         return plain(model, documents, hashes, length, *others)
 
-    monkeypatch.setattr(study, "evaluate", score_documents)
-    told = run(plan, out, corpus, lambda words: None)
+    monkeypatch.setattr(study, "score_documents", score_documents)
+    told = run_plan(plan, out, corpus, lambda words: None)
     assert told == {"plan": "small", "cells": 24, "done": 8, "failed": 16}
     assert {row["failed"] for row in rows(out) if row["length"] == 64} == {"out of memory: 64 tokens are too many"}
 
 
 def test_a_checkpoint_that_diverges_is_the_reason_of_its_cells(done, corpus, tmp_path, monkeypatch):
     def train(data, config, out):
-        raise study.Diverged("step 3: the loss is nan")
+        raise checkpoints.Diverged("step 3: the loss is nan")
 
-    monkeypatch.setattr(study, "train", train)
-    plan = plans.parse("small", PLAN)
-    assert run(plan, tmp_path, corpus, lambda words: None)["failed"] == 24
+    monkeypatch.setattr(checkpoints, "train", train)
+    plan = plans.parse_plan("small", PLAN)
+    assert run_plan(plan, tmp_path, corpus, lambda words: None)["failed"] == 24
     assert {row["failed"] for row in rows(tmp_path)} == {"checkpoint base: step 3: the loss is nan"}
 
 
@@ -225,14 +232,14 @@ def test_processes_share_the_cells_whoever_comes_first(done, plan, corpus, tmp_p
     """Each process as if alone: what one has written by then must not change what the other takes on."""
     out = copied(done, tmp_path)
     seen = counting(monkeypatch)
-    monkeypatch.setattr(study, "_assemble", lambda *arguments: None)
+    monkeypatch.setattr(study, "_write_results", lambda *arguments: None)
     for index in order:
         fake = SimpleNamespace(
             process_index=index, num_processes=2, is_main_process=index == 0, device=torch.device("cpu"),
             wait_for_everyone=lambda: None,
         )  # fmt: skip
         monkeypatch.setattr(study, "PartialState", lambda fake=fake: fake)
-        run(plan, out, corpus, lambda words: None)
+        run_plan(plan, out, corpus, lambda words: None)
         assert len(list((out / "cells").iterdir())) == (12 if index == order[0] else 24)
     assert len(seen) == 24
 
@@ -240,10 +247,10 @@ def test_processes_share_the_cells_whoever_comes_first(done, plan, corpus, tmp_p
 def test_models_of_other_tokens_are_refused(done, corpus, tmp_path):
     mine = next(done.glob("checkpoints/dot-*")) / "best"
     other = make_corpus(tmp_path / "other", letters="ponmlkjihgfedcbazy")
-    plan = plans.single(str(mine), ["rope"], "16", 2, "single")
-    assert plan.train_length == 16 and run(plan, tmp_path, corpus, lambda words: None)["done"] == 1
+    plan = plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single")
+    assert plan.train_length == 16 and run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 1
     with pytest.raises(ValueError, match="expected the tokens of the corpus"):
-        run(plan, tmp_path, other, lambda words: None)
+        run_plan(plan, tmp_path, other, lambda words: None)
 
 
 def test_another_config_is_another_cell(done, corpus, tmp_path):
@@ -252,41 +259,41 @@ def test_another_config_is_another_cell(done, corpus, tmp_path):
     for layers in (2, 1):
         config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"num_hidden_layers": layers}
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-        plan = plans.single(str(tmp_path / "model"), ["rope"], "16", 2, "single")
-        run(plan, tmp_path, corpus, lambda words: None)
+        plan = plan_masked_evaluation(str(tmp_path / "model"), ["rope"], "16", 2, "single")
+        run_plan(plan, tmp_path, corpus, lambda words: None)
         found.append(rows(tmp_path, plan.name)[0])
     assert found[0]["key"] != found[1]["key"] and len(found[1]["entropy"]) == 1
 
 
 def test_what_is_not_trained_has_one_seed(done, corpus, tmp_path):
     mine = next(done.glob("checkpoints/dot-*")) / "best"
-    plan = plans.changed(plans.single(str(mine), ["rope"], "16", 2, "single"), None, None, "3,4")
-    assert plan.size == 1 and run(plan, tmp_path, corpus, lambda words: None)["cells"] == 1
+    plan = override_plan(plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single"), None, None, "3,4")
+    assert plan.size == 1 and run_plan(plan, tmp_path, corpus, lambda words: None)["cells"] == 1
 
 
 def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_path, monkeypatch):
     mine, taken = next(done.glob("checkpoints/dot-*")) / "best", []
-    plain = study.evaluate
+    plain = study.score_documents
     monkeypatch.setattr(
-        study, "evaluate", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
+        study, "score_documents", lambda model, *others: taken.append(model.config.recipe) or plain(model, *others)
     )
-    plan = replace(plans.single(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
-    run(plan, tmp_path, corpus, lambda words: None)
+    plan = replace(plan_masked_evaluation(str(mine), ["infoscale"], "16", 2, "single"), train_length=8)
+    run_plan(plan, tmp_path, corpus, lambda words: None)
     assert taken[0]["temperature"]["train_length"] == 8
 
 
 def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
     """The best of a grid is no better; inside the training length nothing is fitted; the table is told."""
     mine = next(done.glob("checkpoints/cosine-*")) / "best"
-    plan = plans.single(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
+    plan = plan_masked_evaluation(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
     plan = replace(plan, rows=tuple(replace(row, fit=True) for row in plan.rows))
-    assert run(plan, tmp_path, corpus, lambda words: None)["done"] == 2
+    assert run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 2
     inside, beyond = rows(tmp_path, plan.name)
     assert inside["recipe"] == "cosine:alpha=16" and beyond["fit"]
     tau = Recipe.parse(beyond["recipe"]).temperature
     assert tau.lengths == (16, 64) and tau.table[0] == 1.0
     prepared = PreparedCorpus.open(corpus)
-    others, hashes = prepared.documents("validation"), study._hashes(prepared, "validation")
+    others, hashes = prepared.documents("validation"), prepared.hashes("validation")
     model = GAUAlphaForMaskedLM.from_pretrained(mine).eval()
 
     def loss(value):
@@ -299,7 +306,7 @@ def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
 
 def test_without_a_corpus(plan, tmp_path):
     with pytest.raises(ValueError, match="--data"):
-        run(plan, tmp_path)
+        run_plan(plan, tmp_path)
 
 
 def test_what_another_process_is_at_is_left_to_it(plan, corpus, done, tmp_path, monkeypatch):
@@ -308,9 +315,9 @@ def test_what_another_process_is_at_is_left_to_it(plan, corpus, done, tmp_path, 
     seen = counting(monkeypatch)
     key = rows(done)[0]["key"]  # the first of its row: 16, 64 and 4000 tokens
     with lock_file(tmp_path / "out" / "locks" / key):
-        told = run(plan, tmp_path / "out", corpus, lambda words: None, helps=True)
+        told = run_plan(plan, tmp_path / "out", corpus, lambda words: None, helps=True)
     assert len(seen) == 21 and told["done"] == 14
-    run(plan, tmp_path / "out", corpus, lambda words: None)
+    run_plan(plan, tmp_path / "out", corpus, lambda words: None)
     assert len(seen) == 21 + 3 + 7  # the row that was left, and again what failed
     assert rows(tmp_path / "out") == rows(done)
 
@@ -325,7 +332,7 @@ def test_a_training_that_another_process_is_at_comes_last(plan, corpus, tmp_path
         if words == "training cosine, seed 1":  # the last but the one that is being waited for
             file.__exit__(None, None, None)
 
-    checkpoints(plan, PreparedCorpus.open(corpus), tmp_path, say)
+    prepare_checkpoints(plan, PreparedCorpus.open(corpus), tmp_path, say)
     names = ["base, seed 0", "dot, seed 1", "cosine, seed 0", "cosine, seed 1", "dot, seed 0"]
     assert said == [f"training {name}" for name in names]
 
@@ -341,10 +348,14 @@ def test_what_has_no_seed_is_trained_by_one_process_whatever_seeds_they_are_at(p
             assert at_once.count(out) == 1
             at_once.remove(out)
 
-    monkeypatch.setattr(study, "train", train)
-    given = [plans.changed(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
+    monkeypatch.setattr(checkpoints, "train", train)
+    given = [override_plan(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda each: checkpoints(each, PreparedCorpus.open(corpus), tmp_path, lambda words: None), given))
+        list(
+            pool.map(
+                lambda each: prepare_checkpoints(each, PreparedCorpus.open(corpus), tmp_path, lambda words: None), given
+            )
+        )
 
 
 def test_writers_of_one_process_id_leave_each_other_alone(tmp_path):

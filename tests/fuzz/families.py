@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isentrope.hf.names import CONFIG_KEY
 from transformers.utils import logging
 
 import isentrope as ise
+from isentrope.hf.names import CONFIG_KEY
 from tests.fixtures.model_types import ACTIVE, VOCABULARY, _error, _silent, build, examine, output
 
 PADDING = 7

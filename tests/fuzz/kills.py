@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from isentrope.experiments import plan as plans
-from isentrope.experiments.runner import run
+from isentrope.experiments.runner import run_plan
 from tests.fixtures.corpus import make_corpus
 from tests.fixtures.plans import PLAN
 from tests.fixtures.training import arguments, assert_same_run
@@ -49,7 +49,7 @@ def _train(folder: Path, out: Path) -> None:
 
 
 def _study(folder: Path, out: Path) -> None:
-    run(plans.parse("small", PLAN), out, folder, print)
+    run_plan(plans.parse_plan("small", PLAN), out, folder, print)
 
 
 def training(seed: int, folder: Path, kills: int) -> int:

@@ -8,7 +8,9 @@ from torch.testing import assert_close
 from transformers import StaticCache
 
 import isentrope as ise
+from isentrope.core.layout import Layout
 from isentrope.hf import layer
+from isentrope.hf.layout_cache import LayoutCache
 from tests.fixtures.generation import (
     BY_LENGTH,
     EXACT,
@@ -179,11 +181,19 @@ def test_position_ids_are_read_at_every_call(recipe, quiet):
 def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
     """What a look costs, on a GPU a wait, is not for every layer to pay."""
     looks = []
-    look = layer._place
-    monkeypatch.setattr(layer, "_place", lambda *given: looks.append(0) or look(*given))
+    look = layer._apply_position_ids
+    monkeypatch.setattr(layer, "_apply_position_ids", lambda *given: looks.append(0) or look(*given))
     model, ids = extended("rerope:window=32"), tokens(1, 100)
     with quiet():
         for count in (1, 2):
             whole(model, ids, position_ids=torch.arange(100)[None])
             assert len(looks) == count
-    assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).together.seen  # nothing is held on to
+    assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).layouts.entries  # nothing is held on to
+
+
+def test_clear_caches_drops_the_layouts_of_a_pass():
+    layouts, ids = LayoutCache(layer_count=2), tokens(1, 8)
+    made = [layouts.get((0, "kind"), (), None, ids, lambda: Layout(1, 8, 8, ids.device)) for _ in range(2)]
+    assert made[0] is made[1] and len(layouts.entries) == 1
+    ise.clear_caches()
+    assert not layouts.entries

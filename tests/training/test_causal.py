@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import isentrope as ise
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.models.tokenizer import build_character_tokenizer
-from isentrope.training import trainer as study
+from isentrope.training.builders import build_batches, build_model
 from isentrope.training.checkpoint import read_log
-from isentrope.training.config import configured
+from isentrope.training.config import build_config
 from isentrope.training.trainer import Interrupted, train
 from tests.fixtures.training import CAUSAL, TINY, assert_same_weights, stop_at, weights
 
@@ -37,16 +37,14 @@ def test_a_causal_model_learns(corpus, tmp_path):
 
 def test_batches_of_a_causal_model_are_followed_by_one_more_token(corpus):
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
-    batches, held_out = study._batches(
-        PreparedCorpus.open(corpus), replace(CAUSAL, length=299, crop="first"), tokenizer
-    )
+    batches, held_out = build_batches(PreparedCorpus.open(corpus), replace(CAUSAL, length=299, crop="first"), tokenizer)
     for found in (batches, held_out):
         batch = found[1]
-        whole = np.stack([found.documents[i] for i in found.members(1)])
+        whole = np.stack([found.documents[i] for i in found.document_indices(1)])
         assert batch.keys() == {"input_ids", "labels"}
         assert np.array_equal(batch["input_ids"], whole[:, :-1]) and np.array_equal(batch["labels"], whole[:, 1:])
     with pytest.raises(ValueError, match="length: expected at most the shortest document's 300 tokens less 1, got 300"):
-        study._batches(PreparedCorpus.open(corpus), replace(CAUSAL, length=300), tokenizer)
+        build_batches(PreparedCorpus.open(corpus), replace(CAUSAL, length=300), tokenizer)
 
 
 @pytest.mark.parametrize("at", [3, 6, 11])
@@ -87,7 +85,7 @@ def test_causal_models_load_and_give_the_recorded_loss(corpus, causal, name):
     assert llama.config.max_position_embeddings == 16 and llama.config.vocab_size == len(tokenizer)
     assert llama.config.pad_token_id == tokenizer.pad_token_id and llama.config.eos_token_id is None
     assert llama.lm_head.weight is llama.model.embed_tokens.weight and "lm_head.weight" not in weights(causal, name)
-    _, held_out = study._batches(PreparedCorpus.open(corpus), CAUSAL, tokenizer)
+    _, held_out = build_batches(PreparedCorpus.open(corpus), CAUSAL, tokenizer)
     losses = []
     for step in range(2):  # sixteen crops
         with torch.no_grad():
@@ -142,8 +140,8 @@ def test_a_causal_model_is_gone_on_from(corpus, done, causal, tmp_path):
 
 
 def test_the_causal_preset_is_small():
-    config = configured("causal")
+    config = build_config("causal")
     with torch.device("meta"):
-        llama = study.build(config, build_character_tokenizer(["".join(map(chr, range(32, 163)))]))
+        llama = build_model(config, build_character_tokenizer(["".join(map(chr, range(32, 163)))]))
     assert llama.num_parameters() == 3_970_304 and llama.config.vocab_size == 136  # as many as SymPy's
     assert not llama.config.use_cache and llama.config.rope_parameters["rope_theta"] == 10000

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.training import trainer as study
-from isentrope.training.checkpoint import Log, read_log, save_tensors
+from isentrope.training.checkpoint import TrainingLog, read_log, save_tensors
 from isentrope.training.trainer import Interrupted, train
 from tests.fixtures.training import TINY, assert_same_weights, states, stop_at
 
@@ -57,7 +57,7 @@ def test_a_full_disk_leaves_the_last_state(corpus, done, tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_the_best_model(corpus, tmp_path, monkeypatch):
     told = iter([3.0, 2.0])
-    monkeypatch.setattr(study.Run, "validate", lambda self: next(told))
+    monkeypatch.setattr(study.Trainer, "validate", lambda self: next(told))
     config = replace(TINY, evaluate_every=3)
     with monkeypatch.context() as patch:
         stop_at(patch, 4)
@@ -178,7 +178,7 @@ def test_a_log_that_was_cut_short_is_gone_on_with(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 2, "loss": 1.5}\n{"step": 4, "loss": 1.0}\n{"step": 6, "lo')
     assert [row["step"] for row in read_log(path)] == [2, 4]
-    log = Log(path, 3)
+    log = TrainingLog(path, 3)
     log.add(step=4, loss=0.5)
     log.close()
     assert path.read_text() == '{"step": 2, "loss": 1.5}\n{"step": 4, "loss": 0.5}\n'

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from isentrope.training.config import PRESETS, Config, configured, read_sizes
+from isentrope.training.config import PRESETS, TrainingConfig, build_config, parse_sizes
 from isentrope.training.trainer import train
 from tests.fixtures.training import SIZES, TINY
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("on_one_thread")
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 10, 99, 100, 1500])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.99])
 def test_the_rate_rises_over_its_share_and_falls(steps, warmup):
-    config = Config(steps=steps, rate=2e-4, warmup=warmup)
+    config = TrainingConfig(steps=steps, rate=2e-4, warmup=warmup)
     rates = np.array([config.learning_rate(step, steps) for step in range(steps)])
     top = int(rates.argmax())
     assert rates.max() == pytest.approx(2e-4) and (rates > 0).all()
@@ -30,23 +30,23 @@ def test_the_rate_rises_over_its_share_and_falls(steps, warmup):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(preset):
-    config = configured(preset)
+    config = build_config(preset)
     for name, value in PRESETS[preset].items():
         assert getattr(config, name) == value
-    assert configured(preset, epochs=3.0).steps == 0 and configured(preset, steps=5).epochs == 0
+    assert build_config(preset, epochs=3.0).steps == 0 and build_config(preset, steps=5).epochs == 0
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "causal"])
 def test_presets_with_a_variant(preset):
-    config = configured(preset)
-    assert configured(preset, "pose", 128.0, rate=0.5, crop=None) == replace(
+    config = build_config(preset)
+    assert build_config(preset, "pose", 128.0, rate=0.5, crop=None) == replace(
         config, recipe="rope+cosine:alpha=128", pose=4096, rate=0.5
     )
 
 
 def test_sizes_are_read():
-    assert read_sizes("hidden_size=64, attention_key_size=16") == {"hidden_size": 64, "attention_key_size": 16}
-    assert read_sizes(None) is None
+    assert parse_sizes("hidden_size=64, attention_key_size=16") == {"hidden_size": 64, "attention_key_size": 16}
+    assert parse_sizes(None) is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_sizes_are_read():
 )
 def test_bad_settings(options, message):
     with pytest.raises(ValueError, match=message):
-        configured(**({"preset": "train"} | options))
+        build_config(**({"preset": "train"} | options))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_bad_settings(options, message):
 )
 def test_bad_settings_of_a_causal_model(options, message):
     with pytest.raises(ValueError, match=message):
-        configured("causal", **options)
+        build_config("causal", **options)
 
 
 @pytest.mark.parametrize("text", ["hidden_size", "hidden_size=", "hidden_size=big", "", "=3,"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match="sizes: expected"):
-        configured("train", sizes=read_sizes(text))
+        build_config("train", sizes=parse_sizes(text))
 
 
 @pytest.mark.parametrize(

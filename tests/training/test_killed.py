@@ -180,8 +180,8 @@ def keep_earlier_states():
 
 
 def no_final_model():
-    save = study.Run._save_model
-    study.Run._save_model = lambda self, name, weights: die() if name == "final" else save(self, name, weights)
+    save = study.Trainer._save_model
+    study.Trainer._save_model = lambda self, name, weights: die() if name == "final" else save(self, name, weights)
 
 
 def half_a_row():
@@ -190,7 +190,7 @@ def half_a_row():
         self.file.flush()
         die()
 
-    checkpoint.Log.add = add
+    checkpoint.TrainingLog.add = add
 
 
 # TINY has twelve steps, saves at 4 and 8, and is at its best at 6, which is on disk from 8 on, and again at 12
@@ -237,7 +237,7 @@ def share(corpus, config, out, told_to_stop_at=None):
 
         def call(self, batch, rate):
             loss = plain(self, batch, rate)
-            if self.taken == told_to_stop_at:
+            if self.steps_taken == told_to_stop_at:
                 signal.raise_signal(signal.SIGTERM)
             return loss
 
@@ -255,11 +255,11 @@ def share(corpus, config, out, told_to_stop_at=None):
 
 def break_down(corpus, config, out, save=60.0):
     """The fourth step leaves weights that are no numbers behind a loss that is one."""
-    study.SAVE, plain = save, Stepper.__call__
+    study.SAVE_INTERVAL_SECONDS, plain = save, Stepper.__call__
 
     def call(self, batch, rate):
         loss = plain(self, batch, rate)
-        if self.taken == 4:
+        if self.steps_taken == 4:
             with torch.no_grad():
                 self.parameters[0].fill_(float("nan"))
         return loss

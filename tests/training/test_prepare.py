@@ -132,7 +132,7 @@ def test_a_second_run_tokenizes_nothing_and_says_so(laws, tmp_path, monkeypatch)
     def never(*args, **kwargs):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(study, "character_tokenizer", never)
+    monkeypatch.setattr(study, "build_character_tokenizer", never)
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", never)
     monkeypatch.setattr(corpus_files, "_json_lines", never)
     prepare(Source(str(laws)), tmp_path, SMALL, said.append)
@@ -143,7 +143,11 @@ def test_an_interrupted_run_goes_on(laws, done, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for place, name in ((study, "tokenize"), (study.duplicates, "signature"), (study.partition, "draw")):
+    for place, name in (
+        (study, "tokenize"),
+        (study.duplicates, "compute_signature"),
+        (study.partition, "split_held_out"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -285,14 +289,14 @@ def test_folders_that_are_not_ready(done, tmp_path):
 
 
 def test_table_and_figure(done):
-    table = tables.partition(done / "manifest.json")
+    table = tables.build_partition_table(done / "manifest.json")
     assert [str(column.header) for column in table.columns] == ["", "Train", "Validation", "Test"]
     assert table.row_count == 4 and next(iter(table.columns[1].cells)) == "80"
-    paths = corpus.partition(done / "manifest.json")
+    paths = corpus.draw_partition(done / "manifest.json")
     assert [path.name for path in paths] == ["partition.png", "partition.svg"]
     first = [path.read_bytes() for path in paths]
     assert all(len(content) > 5000 for content in first) and b"4 held out" not in first[1]
-    assert [path.read_bytes() for path in corpus.partition(done / "manifest.json")] == first
+    assert [path.read_bytes() for path in corpus.draw_partition(done / "manifest.json")] == first
 
 
 def test_the_command_on_the_default_corpus(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.training import trainer as study
+from isentrope.training.builders import build_batches
 from isentrope.training.checkpoint import read_log
 from isentrope.training.trainer import Diverged, Interrupted, train
 from tests.fixtures.training import TINY, assert_same_weights, bad_loss, states, stop_at
@@ -26,9 +26,7 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, monkeypatch, at
     config = replace(TINY, batch=4)
     with pytest.raises(Diverged, match=rf"^step {at}: the loss is {value}") as error:
         train(corpus, config, tmp_path)
-    batches, _ = study._batches(
-        PreparedCorpus.open(corpus), config, AutoTokenizer.from_pretrained(corpus / "tokenizer")
-    )
+    batches, _ = build_batches(PreparedCorpus.open(corpus), config, AutoTokenizer.from_pretrained(corpus / "tokenizer"))
     names = [batches.documents.names[i] for i in batches.document_indices(at - 1)]
     assert f"in a batch of {', '.join(names)};" in str(error.value)
     last = (at - 1) // 4 * 4

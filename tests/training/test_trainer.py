@@ -19,8 +19,9 @@ from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
 from isentrope.positions import CLEX
 from isentrope.training import trainer as study
+from isentrope.training.builders import build_batches, build_model
 from isentrope.training.checkpoint import read_log
-from isentrope.training.config import VARIANTS, Config, configured
+from isentrope.training.config import VARIANTS, TrainingConfig, build_config
 from isentrope.training.trainer import Interrupted, train
 from tests.fixtures.training import GENTLE, SIZES, TINY, assert_same_weights, stop_at, weights
 
@@ -49,7 +50,7 @@ def test_the_log_has_a_row_for_every_interval(corpus, done):
 def test_train_json_says_how(done):
     told = json.loads((done / "train.json").read_text())
     assert told["finished"] and told["steps"] == 12 and told["processes"] == 1 and told["seconds"] > 0
-    assert Config(**told["config"]) == TINY
+    assert TrainingConfig(**told["config"]) == TINY
     assert {"torch", "commit", "date", "hardware"} <= set(told["run"])
     lowest = min((row["validation"], row["step"]) for row in read_log(done / "log.jsonl") if "validation" in row)
     assert (told["best"]["validation"], told["best"]["step"]) == lowest
@@ -61,7 +62,7 @@ def test_saved_models_load_and_give_the_recorded_loss(corpus, done, name):
     assert type(gau) is models.GAUAlphaForMaskedLM and gau.dtype == torch.float32
     assert gau.config.max_position_embeddings == 16 and len(tokenizer) == gau.config.vocab_size
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(corpus / "tokenizer").get_vocab()
-    _, held_out = study._batches(PreparedCorpus.open(corpus), TINY, tokenizer)
+    _, held_out = build_batches(PreparedCorpus.open(corpus), TINY, tokenizer)
     losses = []
     for step in range(2):  # sixteen crops
         batch = held_out[step]
@@ -76,7 +77,7 @@ def test_saved_models_load_and_give_the_recorded_loss(corpus, done, name):
 
 def test_best_is_the_model_of_the_lowest_validation_loss(corpus, tmp_path, monkeypatch):
     told = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(study.Run, "validate", lambda self: next(told))
+    monkeypatch.setattr(study.Trainer, "validate", lambda self: next(told))
     found = train(corpus, replace(TINY, evaluate_every=4), tmp_path / "run")
     assert found["best"] == {"step": 8, "validation": 1.0}
     # the same weights as where a run of this schedule stands after eight steps
@@ -102,7 +103,7 @@ def test_two_runs_are_the_same_and_another_seed_is_another(corpus, done, tmp_pat
 
 
 def test_a_finished_run_returns_at_once(corpus, done, monkeypatch):
-    monkeypatch.setattr(study, "build", None)  # nothing is trained
+    monkeypatch.setattr(study, "build_model", None)  # nothing is trained
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     assert train(corpus, TINY, done) == json.loads((done / "train.json").read_text())
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
@@ -147,8 +148,8 @@ def test_parts_of_a_batch_add_up(corpus, tmp_path):
 
 def test_parts_of_a_batch_add_up_exactly_but_for_rounding(corpus, tmp_path, monkeypatch):
     """At the full rate: in fp64 nothing is left of what differs in fp32."""
-    build = study.build
-    monkeypatch.setattr(study, "build", lambda *given: build(*given).double())
+    build = study.build_model
+    monkeypatch.setattr(study, "build_model", lambda *given: build(*given).double())
     for accumulate in (1, 4):
         train(corpus, replace(TINY, dropout=0.1, accumulate=accumulate), tmp_path / str(accumulate))
     assert all(x.dtype == torch.float64 for x in weights(tmp_path / "1").values())
@@ -169,7 +170,7 @@ BOTH = [*((name, None) for name in VARIANTS), ("plain", 128.0), ("clex", 16.0), 
 
 @pytest.mark.parametrize(("variant", "cosscale"), BOTH)
 def test_every_variant_trains(corpus, tmp_path, variant, cosscale):
-    config = replace(configured("train", variant, cosscale, steps=2), layers=2, sizes=SIZES, length=16, batch=8,
+    config = replace(build_config("train", variant, cosscale, steps=2), layers=2, sizes=SIZES, length=16, batch=8,
                      rate=1e-2, validation=8)  # fmt: skip
     train(corpus, config, tmp_path)
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "final")
@@ -190,7 +191,7 @@ def test_every_variant_trains(corpus, tmp_path, variant, cosscale):
 def begin(config, corpus):
     """The model that a run of this configuration begins with."""
     torch.manual_seed(config.seed)
-    return study.build(config, AutoTokenizer.from_pretrained(corpus / "tokenizer"))
+    return build_model(config, AutoTokenizer.from_pretrained(corpus / "tokenizer"))
 
 
 def test_clex_draws_one_t_a_step_for_all_layers(corpus, tmp_path, monkeypatch):
@@ -217,7 +218,7 @@ def test_positions_of_pose_reach_the_model(corpus, tmp_path, monkeypatch):
 
 
 def test_a_model_is_gone_on_from_and_may_lose_layers(corpus, done, tmp_path):
-    config = replace(configured("finetune", "pi", model=str(done / "best"), steps=1), rate=1e-9, length=12, batch=8,
+    config = replace(build_config("finetune", "pi", model=str(done / "best"), steps=1), rate=1e-9, length=12, batch=8,
                      validation=8)  # fmt: skip
     for layers in (1, 2):
         out = tmp_path / str(layers)
@@ -256,6 +257,6 @@ def test_more_layers_than_the_model_has_and_no_model_are_refused(corpus, done, t
 def test_fine_tuning_draws_batches_of_its_own(corpus):
     prepared = PreparedCorpus.open(corpus)
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_path)
-    runs = [configured(name, steps=2, length=16) for name in ("train", "finetune")]
-    one, other = (study._batches(prepared, config, tokenizer)[0][0] for config in runs)
+    runs = [build_config(name, steps=2, length=16) for name in ("train", "finetune")]
+    one, other = (build_batches(prepared, config, tokenizer)[0][0] for config in runs)
     assert not torch.equal(one["input_ids"], other["input_ids"])

@@ -36,7 +36,7 @@ def test_a_command_shows_no_bare_number(monkeypatch, tmp_path, number):
     def refuse(*args, **options):
         raise OSError(number, os.strerror(number), str(tmp_path / "out"))
 
-    monkeypatch.setattr("isentrope.analysis.entropy_laws.run", refuse)
+    monkeypatch.setattr("isentrope.analysis.entropy_laws.measure_laws", refuse)
     result = CliRunner().invoke(app, ["laws", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "Errno" not in result.stderr
     assert f"{tmp_path / 'out'}: " in result.stderr and "; choose another" in result.stderr

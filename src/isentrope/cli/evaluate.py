@@ -57,9 +57,9 @@ def evaluate(
     """
     from isentrope.evaluation.loading import check_save_folder, read_causal_config, save_extended
     from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT, rank_recipes, select_best
-    from isentrope.experiments import plan as plans
-    from isentrope.experiments.causal_plan import single
-    from isentrope.report.tables.leaderboard import measured
+    from isentrope.experiments.causal_plan import plan_causal_evaluation
+    from isentrope.experiments.masked_plan import plan_masked_evaluation
+    from isentrope.report.tables.leaderboard import build_card_rows
 
     if not data:
         raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
@@ -68,13 +68,13 @@ def evaluate(
         _reject_options(context, CAUSAL_OPTIONS, "GAU-α")
         if not recipe or len(data) > 1:
             raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
-        masked_plan = plans.single(model, recipe, lengths, positions, protocol)
+        masked_plan = plan_masked_evaluation(model, recipe, lengths, positions, protocol)
         complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]))
         raise typer.Exit(0 if complete else 1)
     _reject_options(context, GAU_OPTIONS, config.model_type)
     check_save_folder(save)
-    loading = {"gguf_file": gguf_file, "dtype": dtype, "device": device}
-    plan = single(model, config, data, recipe or [], length, documents, retrieval, **loading)
+    decoder = {"model": model, "gguf_file": gguf_file, "dtype": dtype, "device": device}
+    plan = plan_causal_evaluation(decoder, config, data, recipe or [], length, documents, retrieval)
     out = out or Path("results/evaluate")
     complete = run_causal_plan(plan, out)
     if save is not None:
@@ -84,7 +84,7 @@ def evaluate(
                 f"save: no recipe is better at the end and costs {MAX_DEGRADATION_PERCENT} % or less inside the "
                 "training length; isentrope.extend and save_pretrained save a model with any recipe"
             )
-        rows = measured(out / plan.name, chosen)
+        rows = build_card_rows(out / plan.name, chosen)
         typer.echo(save_extended(plan.decoder["model"], chosen, save, gguf_file, rows))
     raise typer.Exit(0 if complete else 1)
 

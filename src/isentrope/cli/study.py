@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from isentrope.cli.common import (
-    PreparedCorpus,
+    CORPUS_OPTION,
     app,
     disable_progress_bars,
     errors_in_one_line,
@@ -38,9 +38,10 @@ def list_plans() -> None:
     from rich.console import Console
 
     from isentrope.experiments import plan as plans
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_plans_table
 
-    Console().print(tables.plans([plans.described(name) for name in (*plans.OTHERS, *plans.names())]))
+    names = (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())
+    Console().print(build_plans_table([plans.describe_plan(name) for name in names]))
 
 
 @study.command("run")
@@ -50,7 +51,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
         "results"
     ),
-    corpus: Annotated[Path | None, PreparedCorpus] = None,
+    corpus: Annotated[Path | None, CORPUS_OPTION] = None,
     lengths: Annotated[str | None, typer.Option(help="Lengths, instead of the plan's, such as 128,1024.")] = None,
     positions: Annotated[
         int | None, typer.Option(help="Masked positions per document, instead of the plan's; 0 for all.")
@@ -71,18 +72,20 @@ def run(
 
     accelerate launch -m isentrope.cli study run main --data data/laws --out results
     """
-    from isentrope.experiments import plan as plans
+    from isentrope.experiments.masked_plan import MaskedPlan, override_plan
+    from isentrope.experiments.plan import PLANS_WITHOUT_CELLS, load_plan
 
-    has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
-    if causal_plans := _load_causal_plans(names, has_options):
-        complete = [run_causal_plan(plan, out) for plan in causal_plans]
+    plans = [load_plan(name) for name in names if name not in PLANS_WITHOUT_CELLS]
+    masked_plans = [override_plan(plan, lengths, positions, seeds) for plan in plans if isinstance(plan, MaskedPlan)]
+    if len(masked_plans) < len(plans):
+        has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
+        if masked_plans or len(plans) < len(names) or has_options:
+            raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
+        complete = [run_causal_plan(plan, out) for plan in plans]
         raise typer.Exit(0 if all(complete) else 1)
     if corpus is None and "dataset" in names:
         raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
-    masked_plans = [
-        plans.changed(plans.load(name), lengths, positions, seeds) for name in names if name not in plans.OTHERS
-    ]
-    for name in () if helps else (name for name in names if name in plans.OTHERS):
+    for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
         _run_without_cells(name, out, corpus)
     with _helper_processes(jobs - 1, out / "jobs"):
         complete = [run_masked_plan(plan, out, corpus, compile, helps) for plan in masked_plans]
@@ -90,29 +93,16 @@ def run(
         raise typer.Exit(1)
 
 
-def _load_causal_plans(names: list[str], has_options: bool = False) -> list[Any]:
-    """Load the plans for causal models; has_options: whether options are given that only other plans have."""
-    files = [Path(name) for name in names if name.endswith((".yaml", ".yml")) and Path(name).is_file()]
-    if not files:
-        return []
-    from isentrope.experiments.causal_plan import load
-
-    causal_plans = [plan for file in files if (plan := load(file)) is not None]
-    if causal_plans and (len(causal_plans) < len(names) or has_options):
-        raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
-    return causal_plans
-
-
 def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     """Run `laws` or `dataset`, the plans without trainings and cells."""
     from rich.console import Console
 
     from isentrope.data.prepared import PreparedCorpus
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_formulas_table
 
     if name == "laws":
         laws(out / "laws")
-        Console().print(tables.formulas(out / "laws" / "laws.json"))
+        Console().print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
         print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
 
@@ -146,12 +136,10 @@ def status(
 
     isentrope study status main --out results
     """
-    from isentrope.experiments import causal_plan as causal
-    from isentrope.experiments import plan as plans
-    from isentrope.experiments import runner
+    from isentrope.experiments.plan import load_plan
+    from isentrope.experiments.runner import plan_status
 
-    causal_plans = _load_causal_plans([plan])
-    counts = causal.status(causal_plans[0], out) if causal_plans else runner.status(plans.load(plan), out)
+    counts = plan_status(load_plan(plan), out)
     if as_json:
         typer.echo(json.dumps(counts))
         return
@@ -164,7 +152,7 @@ def status(
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(
-    corpus: Annotated[Path, PreparedCorpus],
+    corpus: Annotated[Path, CORPUS_OPTION],
     out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
 ) -> None:
     """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
@@ -172,22 +160,22 @@ def draw_figures(
     isentrope study figures --data data/laws --out results
     """
     from isentrope.data.prepared import PreparedCorpus
-    from isentrope.experiments.paper.figures import looks, trainings
+    from isentrope.experiments.paper.figures import inspect_models, training_folders
     from isentrope.report.figures import inspect
-    from isentrope.report.figures.losses import losses
-    from isentrope.report.figures.partition import partition
+    from isentrope.report.figures.losses import draw_losses
+    from isentrope.report.figures.partition import draw_partition
 
     disable_progress_bars()
     prepared = PreparedCorpus.open(corpus)
-    inspected, runs = looks(prepared, out, print_progress), trainings(prepared, out, print_progress)
+    inspected, runs = inspect_models(prepared, out, print_progress), training_folders(prepared, out, print_progress)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     print_paths([
-        *inspect.cosscale_panels(inspected["f1"], folder / "f1"),
-        *inspect.attention_at(inspected["f2"], folder / "f2"),
-        *partition(prepared.folder / "manifest.json", folder / "f3"),
-        *losses(runs["f4"], folder / "f4"),
-        *losses(runs["f5"], folder / "f5"),
-        *inspect.peak_angles(inspected["f1"], folder / "f6"),
-        *inspect.before_and_after_rope(inspected["f7"], folder / "f7"),
+        *inspect.draw_cosscale_panels(inspected["f1"], folder / "f1"),
+        *inspect.draw_attention(inspected["f2"], folder / "f2"),
+        *draw_partition(prepared.folder / "manifest.json", folder / "f3"),
+        *draw_losses(runs["f4"], folder / "f4"),
+        *draw_losses(runs["f5"], folder / "f5"),
+        *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
+        *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
     ])  # fmt: skip

@@ -17,7 +17,7 @@ from isentrope.data import duplicates, partition
 from isentrope.data.prepared import FORMAT, MANIFEST, TOKENIZER
 from isentrope.data.source import Source
 from isentrope.data.store import TokenStore, store_paths, tokenize
-from isentrope.models.tokenizer import character_tokenizer, published_tokenizer
+from isentrope.models.tokenizer import build_bert_tokenizer, build_character_tokenizer
 from isentrope.pretrained import read_tokenizer
 from isentrope.utils.files import BrokenFileError, read_fields, read_json, write_atomically
 from isentrope.utils.progress import track_progress
@@ -139,11 +139,11 @@ def _build_tokenizer(source: Source, fingerprint: str, saved: Path, options: Pre
         if _read_origin(saved / MADE_FROM) == _describe_origin(fingerprint, options):
             return read_tokenizer(saved)
         texts = (document.text for document in track_progress(source.documents(), "characters", source.limit))
-        return character_tokenizer(
+        return build_character_tokenizer(
             (text for text in texts if text is not None), options.vocab_size or DEFAULT_VOCAB_SIZE
         )
     if options.tokenizer.endswith(".txt"):
-        return published_tokenizer(options.tokenizer)
+        return build_bert_tokenizer(options.tokenizer)
     tokenizer = read_tokenizer(options.tokenizer)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(f"tokenizer: expected a fast one, got {type(tokenizer).__name__} in {options.tokenizer}")

@@ -73,6 +73,10 @@ class PreparedCorpus:
         names = [self.store.names[i] for i in chosen.tolist()]
         return Documents(names, self.store.lengths[chosen], self.store.starts[chosen], self.store.ids)
 
+    def hashes(self, set_name: str) -> list[str]:
+        """Return the hash of each document of a set."""
+        return [row["sha256"] for row in self.manifest["documents"] if row["set"] == set_name]
+
     @property
     def tokenizer_path(self) -> Path:
         return self.folder / TOKENIZER

@@ -25,7 +25,7 @@ from isentrope.evaluation.retrieval import (
     measure_retrieval,
 )
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.layer_plan import read_train_length
 
 Say = Callable[[str], None]
 
@@ -135,7 +135,7 @@ def plan_comparison(
     """
     text_config = config.get_text_config()
     # BLOOM and MPT name it otherwise
-    trained = train_length(text_config) or getattr(text_config, "seq_length", None)
+    trained = read_train_length(text_config) or getattr(text_config, "seq_length", None)
     trained = trained or getattr(text_config, "max_seq_len", None)
     if trained is None or trained < 4:
         raise ValueError(f"model: expected a config that tells the training length, got {trained} in {name}")

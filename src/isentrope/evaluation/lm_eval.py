@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from isentrope import __version__
 from isentrope.evaluation.recipes import PLAIN, check_recipes
-from isentrope.hf.extend import extend, extension
-from isentrope.hf.layer import NAME
+from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
+from isentrope.hf.names import CONFIG_KEY
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
 from isentrope.utils.extras import name_missing_extras
@@ -31,7 +31,7 @@ with name_missing_extras():
 logger = logging.getLogger("isentrope")
 
 
-@register_model(NAME)
+@register_model(CONFIG_KEY)
 class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
     """The harness's own type `hf`, with all its arguments, and a recipe under which its model attends.
 
@@ -64,10 +64,10 @@ class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
     @property
     def recipe(self) -> Recipe:
         """What the model attends under, open lengths filled in."""
-        return extension(self.model).recipe if hasattr(self.model.config, NAME) else Recipe()
+        return get_extension(self.model).recipe if hasattr(self.model.config, CONFIG_KEY) else Recipe()
 
     def _create_model(self, pretrained: str, **options: Any) -> None:
-        if (saved := getattr(self.config, NAME, None)) is not None:
+        if (saved := getattr(self.config, CONFIG_KEY, None)) is not None:
             if self.asked is not None:
                 own = str(Recipe.from_dict(saved["recipe"]))
                 raise ValueError(f"recipe: expected none for a model saved with {own!r}, got {self.asked!r}")

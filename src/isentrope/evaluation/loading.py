@@ -14,8 +14,8 @@ from transformers.utils.hub import cached_file
 
 from isentrope.evaluation.results import ModelRecord
 from isentrope.hf.extend import extend
-from isentrope.hf.layer import NAME
 from isentrope.hf.loading import load
+from isentrope.hf.names import CONFIG_KEY
 from isentrope.hf.saved_models import remove_marks
 from isentrope.models import GAUAlphaConfig
 from isentrope.pretrained import (
@@ -67,7 +67,7 @@ def load_causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> Pr
     """Load a causal model from a folder or the hub; under its own recipe where it was saved with one."""
     name = resolve_model_name(name)
     if gguf_file is None:
-        if not read_config(name).get(NAME):
+        if not read_config(name).get(CONFIG_KEY):
             model: Any = load_pretrained(AutoModelForCausalLM, name, dtype=dtype)
             return model
         return load(name, dtype=dtype)
@@ -163,7 +163,7 @@ def save_extended(
     with write_atomically(folder) as partial:
         extend(model, recipe)
         if measured:
-            getattr(model.config, NAME)["measured"] = measured
+            getattr(model.config, CONFIG_KEY)["measured"] = measured
         model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:

@@ -24,7 +24,7 @@ from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mea
 from isentrope.evaluation.recipes import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
-from isentrope.hf.layer_plan import train_length
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
 from isentrope.utils.progress import track_progress
@@ -94,7 +94,7 @@ def measure_perplexity(
     out.mkdir(parents=True, exist_ok=True)
     head = {
         "model": identify_model(model, name),
-        "train_length": train_length(model.config.get_text_config()),
+        "train_length": read_train_length(model.config.get_text_config()),
         "config": asdict(config),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
     }

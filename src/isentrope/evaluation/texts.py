@@ -65,7 +65,8 @@ def iterate_documents(inputs: TextInput | Sequence[TextInput]) -> Iterator[Docum
         if isinstance(each, str) and not _names_files(each):
             yield Document(f"text {number}", each)
         elif isinstance(each, str | Path):
-            yield from read_documents(find_text_files(str(each)))
+            files = [each] if isinstance(each, Path) and not each.is_dir() else find_text_files(str(each))
+            yield from read_documents(files)
         else:
             yield Document(f"text {number}", tokens=tuple(int(token) for token in each))
 

@@ -1,1 +1,1 @@
-"""Experiments: from a plan to a results file."""
+"""Plans of experiments, and running them."""

@@ -1,4 +1,4 @@
-"""What every attention layer of a transformers model is asked for, shown while the model runs."""
+"""Capture the queries, keys and recipe of every attention layer while a transformers model runs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from isentrope.core.layout import Layout
-from isentrope.hf.extend import _inner, _state, extended, extension
-from isentrope.hf.introspection import Attending
-from isentrope.hf.layer import layer_of
-from isentrope.hf.rope import Rope
+from isentrope.hf.extend import extended, find_extension, get_extension
+from isentrope.hf.introspection import LayerInfo
+from isentrope.hf.layer import LayerCall, get_layer
+from isentrope.hf.rope import ModelRope
 from isentrope.recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """Attention in one layer: `attention(q, k, v, recipe, **options)`, v aside.
+class CapturedAttention:
+    """One call of a layer's attention: `attention(q, k, v, recipe, **options)`, without v.
 
-    options: the layout, and what else is not as by default.
-    turned: the frequencies that q and k were rotated by before they came here; None where the recipe rotates.
+    Attributes:
+        index: of the layer.
+        options: the layout, and whatever else is not the default.
+        applied_rope: the frequencies that q and k were rotated by before; None where the recipe rotates.
     """
 
     index: int
@@ -30,51 +32,57 @@ class Seen:
     k: Tensor
     recipe: Recipe
     options: dict[str, Any]
-    turned: Rope | None = None
+    applied_rope: ModelRope | None = None
 
     @property
     def layout(self) -> Layout:
         return self.options["layout"]
 
-    def unturned(self) -> Seen:
-        """The same before any position method: no rotation, no bias. Mask and temperature stay."""
-        q, k = self.q, self.k
-        if self.turned is not None:
-            # `rotated` multiplies by the rope's scaling, which scores are to keep: once is enough
-            q = self.turned.rotated(q, -self.layout.query) / self.turned.scaling
-            k = self.turned.rotated(k, -self.layout.key) / self.turned.scaling
-        return replace(self, q=q, k=k, recipe=replace(self.recipe, position=None), turned=None)
+    def without_position(self) -> CapturedAttention:
+        """Return the same call before any position method: no rotation, no bias. Mask and temperature stay."""
+        q, k, rope = self.q, self.k, self.applied_rope
+        if rope is not None:
+            # `rotate` multiplies by the rope's scaling, which q and k already have
+            q = rope.rotate(q, -self.layout.query) / rope.scaling
+            k = rope.rotate(k, -self.layout.key) / rope.scaling
+        return replace(self, q=q, k=k, recipe=replace(self.recipe, position=None), applied_rope=None)
 
 
 @contextmanager
-def observed(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
-    """While the block lasts, `see` is called for each attention layer that runs, in the order in which they do.
+def capture_attention(model: nn.Module, callback: Callable[[CapturedAttention], None]) -> Iterator[None]:
+    """Call `callback` for each attention layer that runs while the block lasts, in the order in which they run.
 
-    model: any transformers model that `extend` takes, extended or not; one that is not gives the same output, bit for
-    bit. Raises ValueError where its attention is out of reach.
+    Args:
+        model: any transformers model that `extend` takes, extended or not; its output stays the same, bit for bit.
+        callback: receives the layer's call.
+
+    Raises:
+        ValueError: the model's attention is out of reach.
     """
     with ExitStack() as stack:
-        if _state(_inner(model)) is None:
+        if find_extension(model) is None:
             stack.enter_context(extended(model, Recipe()))  # type: ignore[type-var]
-        for layer in extension(model).layers:
-            handle = layer_of(layer.module).register_forward_pre_hook(_hook(layer, see))
+        for layer in get_extension(model).layers:
+            handle = get_layer(layer.module).register_forward_pre_hook(_make_hook(layer, callback))
             stack.callback(handle.remove)
         yield
 
 
-def recipe_of(model: nn.Module) -> Recipe:
-    """What a model was extended with; the empty recipe where it was not."""
-    state = _state(_inner(model))
-    return Recipe() if state is None else state.recipe
+def get_recipe(model: nn.Module) -> Recipe:
+    """Return what a model was extended with; the empty recipe where it was not."""
+    extension = find_extension(model)
+    return Recipe() if extension is None else extension.recipe
 
 
-def _hook(attending: Attending, see: Callable[[Seen], None]) -> Callable[[Any, tuple[Any, ...]], None]:
-    def hook(layer: Any, args: tuple[Any, ...]) -> None:
-        _, query, key, _, mask, scaling, _, position_ids, sink_logits = args
-        if sink_logits is not None:
-            raise ValueError(f"{attending.name} has sink logits, which take a share of the weight that no key has")
-        recipe, options = layer.asked(layer.placed(query, key, mask, position_ids), scaling)
-        turned = attending.rope if layer.rope is None and recipe.position is None else None
-        see(Seen(attending.index, query, key, recipe, options, turned))
+def _make_hook(
+    info: LayerInfo, callback: Callable[[CapturedAttention], None]
+) -> Callable[[Any, tuple[LayerCall]], None]:
+    def hook(layer: Any, args: tuple[LayerCall]) -> None:
+        (call,) = args
+        if call.sink_logits is not None:
+            raise ValueError(f"{info.name} has sink logits, which take a share of the weight that no key has")
+        recipe, options = layer.get_attention_arguments(layer.get_layout(call), call.scaling)
+        applied_rope = info.rope if layer.rope is None and recipe.position is None else None
+        callback(CapturedAttention(info.index, call.query, call.key, recipe, options, applied_rope))
 
     return hook

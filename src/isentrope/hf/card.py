@@ -6,25 +6,26 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from isentrope.hf.layer import NAME
+from isentrope.hf.names import CONFIG_KEY
 from isentrope.recipe import KINDS, Recipe
 from isentrope.utils.files import write_atomically
 
 CARD = "README.md"
-WRITTEN_BY_US = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"
+GENERATED_MARK = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"
 
 
 def write_card(folder: Path, config: Any) -> None:
-    """Write README.md, unless there is one that somebody wrote."""
+    """Write the model card of an extended model, unless somebody wrote one of their own."""
     path = folder / CARD
-    if path.exists() and WRITTEN_BY_US not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and GENERATED_MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return
     with write_atomically(path) as partial:
         partial.write_text(render_card(config), encoding="utf-8")
 
 
 def render_card(config: Any) -> str:
-    saved: dict[str, Any] = getattr(config, NAME)
+    """Render the model card of an extended model from its config."""
+    saved: dict[str, Any] = getattr(config, CONFIG_KEY)
     recipe = Recipe.from_dict(saved["recipe"])
     base = str(getattr(config, "name_or_path", "") or "")
     on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
@@ -37,7 +38,7 @@ def render_card(config: Any) -> str:
         "- isentrope",
         "- long-context",
         "---",
-        WRITTEN_BY_US,
+        GENERATED_MARK,
         "",
         f"# {base.rstrip('/').rpartition('/')[2] or config.model_type}, extended",
         "",
@@ -46,7 +47,7 @@ def render_card(config: Any) -> str:
         "",
         "| part | what it does |",
         "|---|---|",
-        *(f"| `{_shorten(str(part))}` | {_summary(part)} |" for part in parts),
+        *(f"| `{_shorten(str(part))}` | {_summarize(part)} |" for part in parts),
         *(["| `plain` | nothing changed |"] if not parts else []),
         "",
         "## Load it",
@@ -63,12 +64,12 @@ def render_card(config: Any) -> str:
         "",
         "## Measured",
         "",
-        *_measured(saved.get("measured")),
+        *_render_measurements(saved.get("measured")),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _measured(rows: list[dict[str, Any]] | None) -> list[str]:
+def _render_measurements(rows: list[dict[str, Any]] | None) -> list[str]:
     if not rows:
         return ["Nothing was measured when this was saved: `isentrope evaluate MODEL --data TEXTS` compares recipes."]
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -76,11 +77,11 @@ def _measured(rows: list[dict[str, Any]] | None) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
 
 
-def _shorten(text: str, most: int = 160) -> str:
-    """Recipes with tables of fitted temperatures are long."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _shorten(text: str, max_length: int = 160) -> str:
+    """Cut a recipe: those with tables of fitted temperatures are long."""
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
-def _summary(part: object) -> str:
+def _summarize(part: object) -> str:
     text = inspect.getdoc(type(part)) or type(part).__name__
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")

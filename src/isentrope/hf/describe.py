@@ -1,4 +1,4 @@
-"""What each layer of an extended model really does, read off the model itself."""
+"""Describe what each layer of an extended model does, from the model itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
-from isentrope.hf.extend import Extension, extension
-from isentrope.hf.introspection import Attending
-from isentrope.hf.layer import Layer, layer_of
-from isentrope.hf.rope import Native
+from isentrope.hf.extend import Extension, get_extension
+from isentrope.hf.introspection import LayerInfo
+from isentrope.hf.layer import Layer, get_layer
+from isentrope.positions import Position
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
@@ -22,10 +23,12 @@ DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
 class LayerDescription:
     """One layer.
 
-    tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head).
-    distances: the distance at which a query deep in a text meets a key that is `DISTANCES` behind; None if unseen.
-    slowest, fastest: the longest and shortest wavelength of the rotary pairs, in tokens; None without rotation.
-    cache: "rotated keys", "raw keys", or "keys" where the model does not rotate them.
+    Attributes:
+        cache: "rotated keys", "raw keys", or "keys" where the model does not rotate them.
+        tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head).
+        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
+            the key is not visible.
+        fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
     """
 
     index: int
@@ -40,8 +43,8 @@ class LayerDescription:
 
     def __str__(self) -> str:
         waves = "no rotation" if self.fastest is None else f"wavelengths {self.fastest:.3g} … {self.slowest:.3g} tokens"
-        at = " ".join(f"{n}→{_shown(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
-        tau = " ".join(f"{n}→{_range(t)}" for n, t in zip(LENGTHS, self.tau, strict=True))
+        at = " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
+        tau = " ".join(f"{n}→{_format_range(t)}" for n, t in zip(LENGTHS, self.tau, strict=True))
         return "\n".join(
             (
                 f"  position  {self.position}; {waves}; {self.cache} in the cache",
@@ -54,7 +57,7 @@ class LayerDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """An extended model: its recipe and its layers. `str()` gives a page to read."""
+    """An extended model: its recipe and its layers. `str()` gives a readable page."""
 
     recipe: str
     model_type: str
@@ -70,66 +73,84 @@ class Description:
 
 
 def describe(model: torch.nn.Module) -> Description:
-    """What each layer of an extended model does now: angles, τ, mask, cache."""
-    state = extension(model)
-    return Description(str(state.recipe), state.model_type, tuple(_layer(state, layer) for layer in state.layers))
+    """Describe what each layer of an extended model does now: angles, τ, mask, cache.
+
+    Args:
+        model: an extended model.
+
+    Returns:
+        A description whose `str()` is a readable page.
+
+    Raises:
+        ValueError: the model is not extended.
+    """
+    extension = get_extension(model)
+    layers = tuple(_describe_layer(extension, info) for info in extension.layers)
+    return Description(str(extension.recipe), extension.model_type, layers)
 
 
-def _layer(state: Extension, seen: Attending) -> LayerDescription:
-    layer = layer_of(seen.module)
-    position = layer.recipe.position
-    region = layer.native.shown
+def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
+    layer, method = get_layer(info.module), extension.recipe.position
+    region = layer.native_mask.visible
     if layer.recipe.mask is not None:
         region = region & layer.recipe.mask.region(layer.causal)
-    raw = position is not None
-    theta = None
-    if isinstance(position, Native):
-        length = position.longest or max(LENGTHS)
-        theta = position.frequencies(seen.head_dim, length, torch.float32, torch.device("cpu")).detach()
-    elif seen.rope is not None and not raw:
-        theta = seen.rope.theta.float().cpu()
-    changed = raw or any(rope.same(seen.rope) for rope, _, _ in state.frequencies)
+    theta = _get_frequencies(layer.recipe.position, info)
+    raw = layer.recipe.position is not None
+    changed = raw or any(rope.same(info.rope) for rope, _, _ in extension.frequencies)
     return LayerDescription(
-        index=seen.index,
-        name=seen.name,
-        position=str(state.recipe.position) if changed and state.recipe.position is not None else "the model's own",
-        mask=_mask(region),
-        cache="raw keys" if raw else "rotated keys" if seen.rope is not None else "keys",
-        tau=tuple(_tau(layer, region, n, seen) for n in LENGTHS),
-        distances=tuple(_distance(layer, region, d, seen) for d in DISTANCES),
+        index=info.index,
+        name=info.name,
+        position=str(method) if changed and method is not None else "the model's own",
+        mask=_format_region(region),
+        cache="raw keys" if raw else "rotated keys" if info.rope is not None else "keys",
+        tau=tuple(_compute_tau(layer, region, n, info) for n in LENGTHS),
+        distances=tuple(_compute_distance(layer, region, d, info) for d in DISTANCES),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
     )
 
 
-def _tau(layer: Layer, region: Region, n: int, seen: Attending) -> tuple[float, ...]:
+def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | None:
+    """Return the frequencies that a layer rotates by under its own position method, or the model's where it has none.
+
+    A fitted method that rotates has frequencies; one that does not (NoPE, ALiBi) takes the model's rotation away.
+    """
+    if position is None:
+        return None if info.rope is None else info.rope.theta.float().cpu()
+    if not position.rotates:
+        return None
+    length = position.longest or max(LENGTHS)
+    return position.frequencies(info.head_dim, length, torch.float32, torch.device("cpu")).detach()
+
+
+def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:
     law = layer.recipe.temperature
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
     count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
     with torch.no_grad():
-        return tuple(law.scale(count, seen.head_dim).flatten().tolist())
+        return tuple(law.scale(count, info.head_dim).flatten().tolist())
 
 
-def _distance(layer: Layer, region: Region, behind: int, seen: Attending) -> float | None:
-    """The distance at which a key `behind` the last query is met, far from the start of the text; None if unseen."""
+def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
+    """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = 1 << 20
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
         return None
     position = layer.recipe.position
-    if not isinstance(position, Native):
+    if position is None or not position.rotates:
         return float(behind)
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
-    for branch in position.branches(query, key, seen.heads):
+    for branch in position.branches(query, key, info.heads):
         if any(span.low <= -behind < span.high for span in branch.region.spans):
             q, k = (0.0 if x is None else float(x) for x in (branch.query, branch.key))
             return q - k
     return float(behind)
 
 
-def _mask(region: Region) -> str:
-    def one(start: float, stop: float, low: float, high: float) -> str:
+def _format_region(region: Region) -> str:
+    def format_span(start: float, stop: float, low: float, high: float) -> str:
         parts = []
         if stop != float("inf"):
             parts.append(f"the first {stop:g} keys")
@@ -139,13 +160,13 @@ def _mask(region: Region) -> str:
             parts.append(f"{high - 1:g} keys ahead" if high > 1 else f"more than {-high:g} keys behind")
         return ", ".join(parts) or ("every key up to the query" if high == 1 else "every key")
 
-    return " and ".join(one(span.start, span.stop, span.low, span.high) for span in region.spans)
+    return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
 
 
-def _shown(distance: float | None) -> str:
+def _format_distance(distance: float | None) -> str:
     return "·" if distance is None else f"{distance:g}"
 
 
-def _range(tau: tuple[float, ...]) -> str:
+def _format_range(tau: tuple[float, ...]) -> str:
     low, high = min(tau), max(tau)
     return f"{low:.4g}" if high - low < 1e-6 else f"{low:.3g}–{high:.3g}"

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.extend import Extension, _inner, extension
-from isentrope.hf.rope import FREQUENCIES, Rope
-from isentrope.hf.saved_models import AUTO_MODULE, without_marks
+from isentrope.hf.extend import Extension, find_model, get_extension
+from isentrope.hf.rope import FREQUENCY_BUFFER, ModelRope
+from isentrope.hf.saved_models import AUTO_MODULE, copy_plain_config
 from isentrope.masks import Causal, Full, Window
 from isentrope.positions import NTK, PI, RoPE, YaRN
 from isentrope.recipe import Recipe
@@ -29,24 +29,32 @@ from isentrope.saved_config import IsentropeConfig
 __all__ = ["IsentropeConfig"]
 '''
 # largest difference of logits, in units of their spread, that rounding explains
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-LONGEST_CHECK = 4096
+MAX_LOGIT_DIFFERENCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+MAX_CHECK_LENGTH = 4096
 
 
 def export(model: nn.Module, folder: str | Path, *, remote_code: bool = False, **options: Any) -> Path:
     """Write an extended model for programs that do not import isentrope.
 
-    As a plain model of transformers, for any engine, where the recipe is one that transformers has itself: `pi`,
-    `yarn` (with the static `yarntemperature`, or none), `ntk`, `rope:base=…`, and `window` on models with windows.
-    Frequencies must equal transformers' own bit for bit and logits to rounding, or nothing is written; another recipe
-    raises ValueError.
+    By default it becomes a plain model of transformers, for any engine, which takes a recipe that transformers has
+    itself: `pi`, `yarn` (with the static `yarntemperature`, or none), `ntk`, `rope:base=…`, and `window` on models with
+    windows.
 
-    remote_code: keep the recipe, whichever it is, and add a module that programs load with trust_remote_code=True; they
-        need isentrope installed, not imported.
+    Args:
+        model: an extended model.
+        folder: where to write it; must not exist.
+        remote_code: keep the recipe, whichever it is, and add a module that programs load with trust_remote_code=True;
+            they need isentrope installed, not imported.
+        **options: passed to `save_pretrained`.
 
-    options go to `save_pretrained`.
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the model is not extended, the folder exists, or transformers has no form of the recipe whose
+            frequencies are equal bit for bit and whose logits are equal to rounding; nothing is written then.
     """
-    state, inner, folder = extension(model), _inner(model), Path(folder)
+    extension, inner, folder = get_extension(model), find_model(model), Path(folder)
     if folder.exists():
         raise ValueError(f"folder: expected one that does not exist yet, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +63,7 @@ def export(model: nn.Module, folder: str | Path, *, remote_code: bool = False, *
             inner.save_pretrained(partial, **options)
             _add_remote_code(partial)
         else:
-            _as_native(inner, state).save_pretrained(partial, **options)
+            _build_native_model(inner, extension).save_pretrained(partial, **options)
     return folder
 
 
@@ -67,40 +75,40 @@ def _add_remote_code(folder: Path) -> None:
     (folder / f"{AUTO_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")
 
 
-def _as_native(model: PreTrainedModel, state: Extension) -> PreTrainedModel:
-    """The model of transformers that computes the same, on the same weights."""
-    config = without_marks(model.config)
+def _build_native_model(model: PreTrainedModel, extension: Extension) -> PreTrainedModel:
+    """Build the model of transformers that computes the same, on the same weights."""
+    config = copy_plain_config(model.config)
     text = config.get_text_config()
-    _write_rope(text, state)
-    _write_window(text, state.recipe)
+    _write_rope(text, extension)
+    _write_window(text, extension.recipe)
     config._attn_implementation = "sdpa" if type(model)._supports_sdpa else "eager"
     native = _rebuild(model, config)
-    _check_frequencies(model, native, state)
-    _check_logits(model, native, state)
+    _check_frequencies(model, native, extension)
+    _check_logits(model, native, extension)
     return native
 
 
-def _write_rope(config: PreTrainedConfig, state: Extension) -> None:
-    """rope_parameters that say what the recipe does."""
-    recipe, kind = state.recipe, state.model_type
+def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
+    """Write the recipe as rope_parameters into a config."""
+    recipe, kind = extension.recipe, extension.model_type
     if recipe.score is not None and not isinstance(recipe.score, Dot):
-        raise ValueError(_no_form(recipe, f"{recipe.score} changes scores"))
-    changed = {rope.layer_type: rope for rope, _, _ in state.frequencies}
+        raise ValueError(_no_native_form(recipe, f"{recipe.score} changes scores"))
+    changed = {rope.layer_type: rope for rope, _, _ in extension.frequencies}
     dynamic = isinstance(recipe.position, NTK) and recipe.position.dynamic
     if dynamic:
-        changed = {layer.rope.layer_type: layer.rope for layer in state.layers if layer.rope is not None}
+        changed = {layer.rope.layer_type: layer.rope for layer in extension.layers if layer.rope is not None}
     if recipe.position is None or (not changed and type(recipe.position) is RoPE):
-        _rope_parameters(recipe, {}, 2, config)  # refuses temperatures
+        _to_rope_parameters(recipe, {}, 2, config)  # refuses temperatures
         return
     if not changed:
-        raise ValueError(_no_form(recipe, "it meets keys at other distances than rotation at one angle can say"))
+        raise ValueError(_no_native_form(recipe, "it needs distances that one angle a position cannot express"))
     for layer_type, rope in changed.items():
         given = dict(rope.parameters)
         if given.get("rope_type", "default") != "default":
             raise ValueError(
                 f"{kind}: its frequencies are already scaled (rope_type {rope.kind!r}); export cannot join two"
             )
-        written = _rope_parameters(recipe, given, 2 * rope.theta.shape[-1], config)
+        written = _to_rope_parameters(recipe, given, 2 * rope.theta.shape[-1], config)
         if layer_type is None:
             config.rope_parameters = written
         else:
@@ -109,13 +117,13 @@ def _write_rope(config: PreTrainedConfig, state: Extension) -> None:
         config.max_position_embeddings = int(recipe.position.factor * recipe.position.require_original_length())
 
 
-def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: PreTrainedConfig) -> dict[str, Any]:
-    """transformers' form of a position method and a temperature."""
+def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: PreTrainedConfig) -> dict[str, Any]:
+    """Express a position method and a temperature as transformers' rope_parameters."""
     position, law = recipe.position, recipe.temperature
     static = isinstance(law, YaRNTemperature) and law.factor is not None
     if isinstance(position, YaRN):
         if not (law is None or isinstance(law, Constant) or static):
-            raise ValueError(_no_form(recipe, f"{law} changes with the length"))
+            raise ValueError(_no_native_form(recipe, f"{law} changes with the length"))
         return given | {
             "rope_type": "yarn",
             "factor": position.factor,
@@ -125,7 +133,7 @@ def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: Pr
             "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,
         }
     if not (law is None or isinstance(law, Constant)):
-        raise ValueError(_no_form(recipe, f"{law} has none beside {position or 'a model as it is'}"))
+        raise ValueError(_no_native_form(recipe, f"{law} has none beside {position or 'a model as it is'}"))
     match position:
         case None:
             return given
@@ -133,13 +141,13 @@ def _rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: Pr
             return given | {"rope_type": "linear", "factor": position.factor}
         case NTK(dynamic=True):
             if position.require_original_length() != config.max_position_embeddings:
-                raise ValueError(_no_form(recipe, "transformers counts from max_position_embeddings"))
+                raise ValueError(_no_native_form(recipe, "transformers counts from max_position_embeddings"))
             return given | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
             return given | {"rope_theta": position.base * position.factor ** (dim / (dim - 2))}
         case RoPE():
             return given | {"rope_theta": position.base}
-    raise ValueError(_no_form(recipe, f"{position} has none"))
+    raise ValueError(_no_native_form(recipe, f"{position} has none"))
 
 
 def _write_window(config: PreTrainedConfig, recipe: Recipe) -> None:
@@ -147,9 +155,9 @@ def _write_window(config: PreTrainedConfig, recipe: Recipe) -> None:
     if mask is None or isinstance(mask, (Causal, Full)):
         return
     if not isinstance(mask, Window):
-        raise ValueError(_no_form(recipe, f"{mask} has none"))
+        raise ValueError(_no_native_form(recipe, f"{mask} has none"))
     if not hasattr(config, "sliding_window"):
-        raise ValueError(_no_form(recipe, f"{config.model_type} has no windows"))
+        raise ValueError(_no_native_form(recipe, f"{config.model_type} has no windows"))
     config.sliding_window = mask.size
     if hasattr(config, "use_sliding_window"):
         config.use_sliding_window = True
@@ -157,15 +165,15 @@ def _write_window(config: PreTrainedConfig, recipe: Recipe) -> None:
         config.layer_types = ["sliding_attention"] * len(config.layer_types)
 
 
-def _no_form(recipe: Recipe, why: str) -> str:
+def _no_native_form(recipe: Recipe, reason: str) -> str:
     return (
-        f"recipe {str(recipe)!r:.200} has no form of its own in transformers: {why}; save it with save_pretrained, or "
-        "export it with remote_code=True"
+        f"recipe {str(recipe)!r:.200} has no form of its own in transformers: {reason}; save it with save_pretrained, "
+        "or export it with remote_code=True"
     )
 
 
 def _rebuild(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of another config on the same weights, which are not copied."""
+    """Build a model of another config on the same weights, which are not copied."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         native = type(model)(config)
@@ -175,7 +183,7 @@ def _rebuild(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedMode
         for key, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta:
                 continue
-            if key.endswith(FREQUENCIES):
+            if key.endswith(FREQUENCY_BUFFER):
                 fresh: Any = type(module)(config=module.config)
                 own = getattr(fresh, key).to(model.device)
             else:
@@ -190,40 +198,41 @@ def _rebuild(model: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedMode
     return native.train(model.training)
 
 
-def _check_frequencies(model: PreTrainedModel, native: PreTrainedModel, state: Extension) -> None:
-    """Bit for bit."""
-    twins = dict(zip(model.modules(), _modules_named_as(model, native), strict=True))
-    for rope, _, _ in state.frequencies:
-        twin = Rope(twins[rope.module], rope.layer_type)
+def _check_frequencies(model: PreTrainedModel, native: PreTrainedModel, extension: Extension) -> None:
+    """Check that both rotate by the same frequencies, bit for bit."""
+    twins = dict(zip(model.modules(), _match_modules(model, native), strict=True))
+    for rope, _, _ in extension.frequencies:
+        twin = ModelRope(twins[rope.module], rope.layer_type)
         if not torch.equal(twin.theta.to(rope.theta), rope.theta):
             raise ValueError(
-                f"{state.model_type}: transformers' frequencies differ from those of {state.recipe.position}"
+                f"{extension.model_type}: transformers' frequencies differ from those of {extension.recipe.position}"
             )
 
 
-def _modules_named_as(model: nn.Module, native: nn.Module) -> list[Any]:
-    """The modules of `native` in the order of `model`'s, None where it has none of that name."""
+def _match_modules(model: nn.Module, native: nn.Module) -> list[Any]:
+    """List the modules of `native` in the order of `model`'s, None where it has none of that name."""
     named = dict(native.named_modules())
     return [named.get(name) for name, _ in model.named_modules()]
 
 
-def _check_logits(model: PreTrainedModel, native: PreTrainedModel, state: Extension) -> None:
-    """Both must say the same, near and far, to rounding."""
-    mask, position = state.recipe.mask, state.recipe.position
-    longest = 64
+def _check_logits(model: PreTrainedModel, native: PreTrainedModel, extension: Extension) -> None:
+    """Check that both predict the same, near and far, to rounding."""
+    mask, position = extension.recipe.mask, extension.recipe.position
+    length = 64
     if isinstance(mask, Window):
-        longest = min(mask.size + 16, LONGEST_CHECK)
+        length = min(mask.size + 16, MAX_CHECK_LENGTH)
     if isinstance(position, NTK) and position.dynamic:
-        longest = min(position.require_original_length() + 16, LONGEST_CHECK)
+        length = min(position.require_original_length() + 16, MAX_CHECK_LENGTH)
     size = model.config.get_text_config().vocab_size
-    ids = torch.randint(size, (1, longest), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     training = model.training
     with torch.no_grad():
         ours, theirs = (m.eval()(input_ids=ids)[0].double() for m in (model, native))
     model.train(training)
     native.train(training)
-    apart = ((ours - theirs).abs().max() / ours.std().clamp_min(1e-12)).item()
-    if not apart <= ROUNDING.get(model.dtype, 0.1):
+    difference = ((ours - theirs).abs().max() / ours.std().clamp_min(1e-12)).item()
+    if not difference <= MAX_LOGIT_DIFFERENCE.get(model.dtype, 0.1):
         raise ValueError(
-            f"{state.model_type}: transformers' own form of {state.recipe} differs by {apart:.2g} deviations"
+            f"{extension.model_type}: transformers' own form of {extension.recipe} differs by {difference:.2g} "
+            "deviations"
         )

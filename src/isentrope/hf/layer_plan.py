@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from isentrope.hf.introspection import Attending
-from isentrope.hf.rope import Native, Rope, apply_to, rescaled, streaming
-from isentrope.hf.sharding import Heads, position_here, temperature_here
+from isentrope.hf.introspection import LayerInfo
+from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
+from isentrope.hf.sharding import LocalHeads, shard_position, shard_temperature
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import KINDS, Recipe
 
@@ -21,17 +21,17 @@ from isentrope.recipe import KINDS, Recipe
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 
 
-def read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]) -> Recipe:
-    """The recipe, with what it requires and leaves out taken from the model."""
-    turning = {2 * layer.rope.theta.shape[-1] for layer in layers if layer.rope is not None}
+def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[LayerInfo]) -> Recipe:
+    """Parse or copy a recipe, and take from the model what it requires and leaves out."""
+    rotary_dims = {2 * layer.rope.theta.shape[-1] for layer in layers if layer.rope is not None}
     known = {
-        "train_length": train_length(config),
+        "train_length": read_train_length(config),
         "heads": layers[0].heads,
-        "dim": turning.pop() if len(turning) == 1 else None,
+        "dim": rotary_dims.pop() if len(rotary_dims) == 1 else None,
     }
     if not isinstance(recipe, (Recipe, str)):
         raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
-    # what a recipe learns belongs to one model
+    # copied: what a recipe learns belongs to one model
     recipe = Recipe.parse(recipe, **known) if isinstance(recipe, str) else copy.deepcopy(recipe)
     recipe = recipe.resolve()
     if recipe.position is None:
@@ -39,11 +39,11 @@ def read(recipe: Recipe | str, config: PreTrainedConfig, layers: list[Attending]
     return replace(recipe, position=recipe.position.resolve(known["train_length"]))
 
 
-def train_length(config: PreTrainedConfig) -> int | None:
-    """The length a config says its model was trained at.
+def read_train_length(config: PreTrainedConfig) -> int | None:
+    """Read the length that a model was trained at from its config.
 
     A config with scaled frequencies also states the length before scaling. Models are trained anew with llama3's and
-    longrope's; with the others' they mostly are not, and the length before is the one they know.
+    longrope's scaling; with the others' they mostly are not, and the length before is the one they know.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     longest = getattr(config, "max_position_embeddings", None)
@@ -56,8 +56,9 @@ def train_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
-    """Refuse parts that a model does not work with before it was trained with them, or warn of them."""
-    untrained = [part for part in (recipe.score, recipe.position, recipe.temperature) if _needs_training(part)]
+    """Refuse parts that a model must be trained with, or warn of them where `allow_untrained`."""
+    parts = (recipe.score, recipe.position, recipe.temperature)
+    untrained = [part for part in parts if getattr(part, "needs_training", False)]
     if untrained:
         what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
         if not allow_untrained:
@@ -67,8 +68,8 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
         warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
 
 
-def check(recipe: Recipe, kind: str, layers: list[Attending]) -> None:
-    """Refuse what a model has no place for."""
+def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
+    """Refuse a position method for a model without rotation, and temperatures for another number of heads."""
     if recipe.position is not None and all(layer.rope is None for layer in layers):
         raise ValueError(
             f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
@@ -82,80 +83,79 @@ def check(recipe: Recipe, kind: str, layers: list[Attending]) -> None:
             raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {tau.shape[-2]}")
 
 
-def _needs_training(part: Any) -> bool:
-    return getattr(part, "needs_training", False)
-
-
 @dataclass
-class Plan:
-    """One layer: its recipe, whose frequencies its keys arrive without, and frequencies to write into the model."""
+class LayerPlan:
+    """What becomes of one layer.
+
+    Attributes:
+        recipe: what its attention follows.
+        skipped_rope: the model's rotation that is left out, so that queries and keys arrive unrotated; None where the
+            model rotates.
+        theta: frequencies to write into the model's own rotary module.
+    """
 
     recipe: Recipe
-    raw: Rope | None = None
+    skipped_rope: ModelRope | None = None
     theta: Tensor | None = None
 
 
-def planned(recipe: Recipe, layers: list[Attending], config: PreTrainedConfig, owner: nn.Module) -> list[Plan]:
-    """What becomes of each layer. `owner` is the model, on which a learned position method is registered."""
-    shared: dict[tuple[int, str | None, Heads], Position] = {}
+def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfig, owner: nn.Module) -> list[LayerPlan]:
+    """Decide what becomes of each layer. `owner` is the model, on which a learned position method is registered."""
+    fitted: dict[tuple[int, str | None, LocalHeads], tuple[Position, Tensor | None]] = {}
     plans = []
     for layer in layers:
         own = recipe.for_layer(layer.index)
         if isinstance(own.temperature, nn.Module):
             own = replace(own, temperature=copy.deepcopy(own.temperature))
-        own = replace(own, temperature=temperature_here(own.temperature, layer.here, layer.head_dim))
-        causal = all(span.high <= 1 for span in layer.band.spans)
+        own = replace(own, temperature=shard_temperature(own.temperature, layer.local_heads, layer.head_dim))
         rope = layer.rope
-        stream = streaming(recipe.mask, recipe.position) if causal else None
-        if rope is None or not (recipe.position or stream) or not _reached(layer, layers):
-            plans.append(Plan(replace(own, position=None)))
+        stream = get_streaming_window(recipe.mask, recipe.position) if layer.causal else None
+        if rope is None or not (recipe.position or stream) or not _takes_position(layer, layers):
+            plans.append(LayerPlan(replace(own, position=None)))
             continue
-        key = (id(rope.module), rope.layer_type, layer.here)
-        if key not in shared:
-            position = _position(recipe, rope, layer.head_dim, stream, config.model_type, owner)
-            shared[key] = position_here(position, layer.here)
-        position = shared[key]
-        if isinstance(position, Native) and position.writable:
-            # one angle a position: the model's own rotary module rotates, and its cache holds rotated keys
-            plans.append(Plan(replace(own, position=None), theta=rescaled(position.inner, rope, 1)))
+        key = (id(rope.module), rope.layer_type, layer.local_heads)
+        if key not in fitted:
+            position, theta = fit_position(recipe.position or RoPE(), rope, stream, config.model_type, owner)
+            _check_scaling(recipe, rope, layer.head_dim, config.model_type)
+            fitted[key] = shard_position(position, layer.local_heads), theta
+        position, theta = fitted[key]
+        if theta is not None:
+            plans.append(LayerPlan(replace(own, position=None), theta=theta))
         else:
-            plans.append(Plan(replace(own, position=position), raw=rope))
-    for plan in plans:  # layers with the same parts share the recipe: what is kept for one is known for the others
+            plans.append(LayerPlan(replace(own, position=position), skipped_rope=rope))
+    for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
         plan.recipe = next(other.recipe for other in plans if _same_parts(other.recipe, plan.recipe))
     return plans
 
 
-def parts_of(plans: list[Plan]) -> tuple[Any, ...]:
-    """Every part of every layer's recipe, once."""
-    given = [getattr(plan.recipe, kind) for plan in plans for kind in KINDS]
-    return tuple({id(part): part for part in given if part is not None}.values())
+def collect_parts(plans: list[LayerPlan]) -> tuple[Any, ...]:
+    """Return every part of every layer's recipe, once."""
+    parts = [getattr(plan.recipe, kind) for plan in plans for kind in KINDS]
+    return tuple({id(part): part for part in parts if part is not None}.values())
 
 
 def _same_parts(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, kind) is getattr(other, kind) for kind in KINDS)
 
 
-def _reached(layer: Attending, layers: list[Attending]) -> bool:
-    """Whether a position method applies to a layer.
+def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
+    """Return whether a position method applies to a layer.
 
-    Where a model keeps frequencies of their own for its windowed layers, those never meet a distance they have not
-    seen, and stay as they are.
+    Where a model keeps frequencies of their own for its windowed layers, those never see a distance that is new to
+    them, and stay as they are.
     """
     rotated = [other for other in layers if other.rope is not None]
     alike = [other for other in rotated if other.rope.same(layer.rope)]  # type: ignore[union-attr]
-    return not all(map(_windowed, alike)) or all(map(_windowed, rotated))
+    return not all(map(_is_windowed, alike)) or all(map(_is_windowed, rotated))
 
 
-def _windowed(layer: Attending) -> bool:
-    return any(span.low > float("-inf") for span in layer.band.spans)
+def _is_windowed(layer: LayerInfo) -> bool:
+    return any(span.low > float("-inf") for span in layer.region.spans)
 
 
-def _position(
-    recipe: Recipe, rope: Rope, head_dim: int, stream: tuple[int, int] | None, kind: str, owner: nn.Module
-) -> Position:
-    position = apply_to(recipe.position or RoPE(), rope, stream, kind, owner)
+def _check_scaling(recipe: Recipe, rope: ModelRope, head_dim: int, kind: str) -> None:
+    """Refuse a scaling of cos and sin that reaches part of a head only: `attention` scales whole heads."""
     if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
         raise ValueError(
             f"{kind}: rotates part of a head and scales it, which {recipe.position or recipe.mask} cannot be joined to"
         )
-    return position

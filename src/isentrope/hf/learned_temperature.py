@@ -1,4 +1,4 @@
-"""A frozen model whose temperatures alone take gradients."""
+"""A frozen model in which only the temperatures take gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from isentrope.hf.extend import extended, extension
-from isentrope.hf.layer import layer_of
+from isentrope.hf.extend import extended, get_extension
+from isentrope.hf.layer import get_layer
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from isentrope.temperatures.fitted import interpolate_table
@@ -22,10 +22,13 @@ from isentrope.temperatures.laws import lengths_as_float
 
 
 @dataclass(frozen=True, eq=False)
-class Tempered:
+class LearnedTemperature:
     """The law of `Fitted` in one layer: τ = 1 at the first of the lengths and e^logs at the others.
 
-    logs: (layers, heads, lengths - 1); an axis of 1 serves all layers, or all heads.
+    Attributes:
+        lengths: at which τ is given; in between it is interpolated.
+        logs: (layers, heads, lengths - 1); an axis of 1 serves all layers, or all heads.
+        layer: its index.
     """
 
     lengths: tuple[int, ...]
@@ -42,13 +45,15 @@ class Tempered:
 
 
 @contextmanager
-def tempered(model: PreTrainedModel, recipe: Recipe, lengths: tuple[int, ...], logs: Tensor) -> Iterator[None]:
-    """While the block lasts, a model follows the recipe with the law `Tempered`, and only `logs` takes gradients."""
+def learn_temperatures(
+    model: PreTrainedModel, recipe: Recipe, lengths: tuple[int, ...], logs: Tensor
+) -> Iterator[None]:
+    """Run a model under the recipe with `LearnedTemperature` while the block lasts; only `logs` takes gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    still = Fitted(lengths, (1.0,) * len(lengths))
-    with extended(model, replace(recipe, temperature=still)):
-        for layer in extension(model).layers:
-            layer_of(layer.module).temperature = Tempered(lengths, logs, layer.index)
+    initial = Fitted(lengths, (1.0,) * len(lengths))
+    with extended(model, replace(recipe, temperature=initial)):
+        for layer in get_extension(model).layers:
+            get_layer(layer.module).temperature = LearnedTemperature(lengths, logs, layer.index)
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)
@@ -59,20 +64,20 @@ def tempered(model: PreTrainedModel, recipe: Recipe, lengths: tuple[int, ...], l
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
-    """While the block lasts, a backward works layers out anew instead of keeping what they hold.
+def checkpoint_layers(model: nn.Module) -> Iterator[None]:
+    """Recompute layers in the backward instead of storing their activations, while the block lasts.
 
-    Unlike transformers' own switch it asks for no training mode, which would turn dropout on.
+    Unlike transformers' own switch this needs no training mode, which would turn dropout on.
     """
     with ExitStack() as stack:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                stack.callback(_put_back, layer, layer.__dict__.get("forward"))
+                stack.callback(_reset_forward, layer, layer.__dict__.get("forward"))
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         yield
 
 
-def _put_back(layer: nn.Module, forward: object) -> None:
+def _reset_forward(layer: nn.Module, forward: object) -> None:
     del layer.forward
     if forward is not None:
         layer.__dict__["forward"] = forward

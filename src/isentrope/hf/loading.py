@@ -14,56 +14,61 @@ from transformers import AutoConfig, PreTrainedModel
 from isentrope.core.dtypes import choose_load_dtype
 from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
-from isentrope.hf.layer import NAME
-from isentrope.hf.rope import SHARED
-from isentrope.hf.saved_models import ExtendedConfig, read_recipe, without_marks
-from isentrope.pretrained import HUB, check_weights, load_pretrained, open_tensors, saved_dtype
+from isentrope.hf.names import CONFIG_KEY, LAYER, SHARED_POSITION
+from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe
+from isentrope.pretrained import HUB_OPTIONS, check_weights, load_pretrained, open_tensors, saved_dtype
 from isentrope.recipe import Recipe
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """A model saved by `save_pretrained` after `extend`, extended again; a folder or a name on the hub.
+    """Load a model saved by `save_pretrained` after `extend`, and extend it again.
 
     An adapter of PEFT that was saved over an extended model comes back on its base model, extended likewise.
 
-    options go to `from_pretrained`. dtype: on a CPU, weights in half precision are loaded in float32 unless it says
-    otherwise ("auto" for as they are), since many processors take a minute there for what takes a second in float32.
+    Args:
+        folder: a folder, or a name on the hub.
+        **options: passed to `from_pretrained`. On a CPU, weights in half precision are loaded in float32 unless `dtype`
+            says otherwise ("auto" keeps them), since many processors are far slower in half precision.
 
-    Raises ValueError where there is no recipe, or where weights are missing, broken, pickled or not finite.
+    Returns:
+        The extended model.
+
+    Raises:
+        ValueError: there is no recipe, or weights are missing, broken, pickled or not finite.
     """
-    if "config" not in options and (adapter := read_adapter(folder, _hub(options))) is not None:
+    if "config" not in options and (adapter := read_adapter(folder, _get_hub_options(options))) is not None:
         return _load_adapter(folder, *adapter, options)
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **_hub(options))
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **_get_hub_options(options))
     read_recipe(config, folder)
-    plain = without_marks(config)
+    plain = copy_plain_config(config)
     kind = getattr(transformers, (plain.architectures or ["?"])[0], None)
     if kind is None:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
     device = options.get("device_map")
-    known = saved_dtype(folder, getattr(config, "dtype", None), **_hub(options))
+    known = saved_dtype(folder, getattr(config, "dtype", None), **_get_hub_options(options))
     options["dtype"] = choose_load_dtype(known, options.pop("dtype", None), device if isinstance(device, str) else None)
-    return load_as(partial(load_pretrained, kind), folder, config=config, **options)
+    return load_and_extend(partial(load_pretrained, kind), folder, config=config, **options)
 
 
-def load_as(make: Callable[..., Any], folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
-    """A saved model that `make(folder, …)` loads, extended as its config says; with loading info where it has that."""
+def load_and_extend(make: Callable[..., Any], folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
+    """Load a saved model with `make(folder, …)`, and extend it as its config says; returns what `make` does."""
     saved = read_recipe(config, folder)
-    options.setdefault("attn_implementation", _implementation(config))
-    loaded = make(folder, *args, config=without_marks(config), **options)
+    options.setdefault("attn_implementation", _choose_implementation(config))
+    loaded = make(folder, *args, config=copy_plain_config(config), **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     extend_as_saved(model, saved)
-    _load_learned(model, folder, _hub(options))
+    _load_learned(model, folder, _get_hub_options(options))
     return loaded
 
 
-def _implementation(config: Any) -> str:
-    """What the plain model attends with."""
-    kind = getattr(transformers, (without_marks(config).architectures or ["?"])[0], None)
+def _choose_implementation(config: Any) -> str:
+    """Choose what the plain model attends with."""
+    kind = getattr(transformers, (copy_plain_config(config).architectures or ["?"])[0], None)
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 
 def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], options: dict[str, Any]) -> Any:
-    """An adapter on the model it was trained on, under the recipe it was trained under."""
+    """Load an adapter on the model it was trained on, under the recipe it was trained under."""
     from peft import PeftModel
 
     base, kind = adapter.base_model_name_or_path, getattr(transformers, str(saved.get("architecture")), None)
@@ -74,30 +79,32 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
     recipe = Recipe.from_dict(saved["recipe"])
     if recipe.learned:
         raise ValueError(f"{folder}: an adapter does not hold what {recipe} has learned; save the whole model instead")
-    own = {key: value for key, value in options.items() if key not in HUB} | {"revision": adapter.revision}
+    own = {key: value for key, value in options.items() if key not in HUB_OPTIONS} | {"revision": adapter.revision}
     config = AutoConfig.from_pretrained(base, revision=adapter.revision)
     if isinstance(config, ExtendedConfig):
         model = load(base, config=config, **own)
     else:
         model = extend_as_saved(load_pretrained(kind, base, **own), saved)
-    return PeftModel.from_pretrained(model, folder, config=adapter, **_hub(options))
+    return PeftModel.from_pretrained(model, folder, config=adapter, **_get_hub_options(options))
 
 
 def extend_as_saved(model: PreTrainedModel, saved: dict[str, Any]) -> PreTrainedModel:
-    """Apply the recipe of a config.json; its owner has trained the model with it, or knows."""
+    """Apply the recipe of a config.json, without the warnings that whoever saved it has seen."""
     extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"))
     if "measured" in saved:
-        getattr(model.config, NAME)["measured"] = saved["measured"]
+        getattr(model.config, CONFIG_KEY)["measured"] = saved["measured"]
     return model
 
 
-def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in HUB if key in options}
+def _get_hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: options[key] for key in HUB_OPTIONS if key in options}
 
 
 def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
-    """Parameters of the recipe, which transformers does not know."""
-    wanted = {name: x for name, x in model.named_parameters() if f"{NAME}." in name or name.startswith(SHARED)}
+    """Load the parameters of the recipe, which transformers does not know."""
+    wanted = {
+        name: x for name, x in model.named_parameters() if f"{LAYER}." in name or name.startswith(SHARED_POSITION)
+    }
     if not wanted:
         return
     found: dict[str, Tensor] = {}

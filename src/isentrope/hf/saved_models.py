@@ -25,7 +25,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from isentrope.hf.card import write_card
-from isentrope.hf.layer import NAME
+from isentrope.hf.names import CONFIG_KEY, IMPLEMENTATION
 
 MODEL_TYPE = "isentrope"
 PREFIX = "Isentrope"
@@ -54,23 +54,23 @@ class ExtendedConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        return read_config(config_dict, **options)
+        return build_config(config_dict, **options)
 
 
 class ExtendedModel:
     """A mixin for the class that transformers finds for such a config: it makes the plain model, and extends it.
 
-    What comes out is of the model's own class: pipelines, trainers and adapters go by that.
+    The result is of the model's own class, since pipelines, trainers and adapters go by that.
     """
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any = None, **options: Any) -> Any:
-        from isentrope.hf.loading import load_as
+        from isentrope.hf.loading import load_and_extend
 
         if config is None:
             config = AutoConfig.from_pretrained(folder)
-        base: Any = _base(cls)
-        return load_as(base.from_pretrained, folder, *args, config=config, **options)
+        base: Any = _get_base(cls)
+        return load_and_extend(base.from_pretrained, folder, *args, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
@@ -78,33 +78,33 @@ class ExtendedModel:
 
         _check_implementation(options.pop("attn_implementation", None))
         saved = read_recipe(config, "config")
-        model = _base(cls)._from_config(without_marks(config), **options)  # type: ignore[attr-defined]
+        model = _get_base(cls)._from_config(copy_plain_config(config), **options)  # type: ignore[attr-defined]
         return extend_as_saved(model, saved)
 
 
 def add_marks(config: dict[str, Any]) -> dict[str, Any]:
-    """A plain config.json with the marks that other programs cannot miss."""
+    """Return a plain config.json with types that only isentrope knows, so that other programs refuse it."""
     marked = _map_rope(config, lambda rope: rope | {ROPE_TYPE: MODEL_TYPE, BASE_ROPE_TYPE: rope[ROPE_TYPE]})
-    marked[NAME] = config[NAME] | {BASE_MODEL_TYPE: config["model_type"]}
+    marked[CONFIG_KEY] = config[CONFIG_KEY] | {BASE_MODEL_TYPE: config["model_type"]}
     marked["model_type"] = MODEL_TYPE
     marked["architectures"] = [PREFIX + name for name in config.get("architectures") or []]
     return marked
 
 
 def remove_marks(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of the model that was extended; one without marks as it is."""
+    """Return the config.json of the model before it was extended; one without marks as it is."""
     if config.get("model_type") != MODEL_TYPE:
         return config
-    saved = config.get(NAME)
+    saved = config.get(CONFIG_KEY)
     if not isinstance(saved, dict) or not isinstance(saved.get(BASE_MODEL_TYPE), str):
         raise ValueError(f"config.json: expected an isentrope recipe and its {BASE_MODEL_TYPE}, got {saved!r:.200}")
 
-    def restore(rope: dict[str, Any]) -> dict[str, Any]:
-        given = rope | {ROPE_TYPE: rope.get(BASE_ROPE_TYPE, rope[ROPE_TYPE])}
-        given.pop(BASE_ROPE_TYPE, None)
-        return given
+    def unmark(rope: dict[str, Any]) -> dict[str, Any]:
+        plain_rope = rope | {ROPE_TYPE: rope.get(BASE_ROPE_TYPE, rope[ROPE_TYPE])}
+        plain_rope.pop(BASE_ROPE_TYPE, None)
+        return plain_rope
 
-    plain = _map_rope(config, restore)
+    plain = _map_rope(config, unmark)
     plain["model_type"] = saved[BASE_MODEL_TYPE]
     plain["architectures"] = [name.removeprefix(PREFIX) for name in config.get("architectures") or []]
     plain.pop("attn_implementation", None)
@@ -114,44 +114,44 @@ def remove_marks(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_rope(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy of nested dictionaries with every one that names a rope type changed; recipes name none."""
+    """Copy nested dictionaries and change every one that names a rope type; recipes name none."""
     if not isinstance(config, dict):
         return copy.deepcopy(config)
     inner = {key: _map_rope(value, change) for key, value in config.items()}
     return change(inner) if isinstance(inner.get(ROPE_TYPE), str) else inner
 
 
-def read_config(config_dict: dict[str, Any], **options: Any) -> Any:
-    """The config of an extended model from config.json, for `AutoConfig`."""
+def build_config(config_dict: dict[str, Any], **options: Any) -> Any:
+    """Build the config of an extended model from config.json, for `AutoConfig`."""
     _check_implementation(options.pop("attn_implementation", None))
     plain = remove_marks(config_dict)
     if plain["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"config.json: the model that was extended is a {plain['model_type']!r}, unknown here")
     made = CONFIG_MAPPING[plain["model_type"]].from_dict(plain, **options)
     config = made[0] if isinstance(made, tuple) else made
-    config.__class__ = config_class(type(config))
+    config.__class__ = make_config_class(type(config))
     # programs that look a class up by its name in transformers find the one that extends
     config.architectures = [PREFIX + name for name in config.architectures or []]
     return made
 
 
 def read_recipe(config: PreTrainedConfig, where: str | Path) -> dict[str, Any]:
-    """What a saved config says of its recipe, or an error."""
-    saved = getattr(config, NAME, None)
+    """Return the recipe, backend and measurements of a saved config; raise ValueError where it has none."""
+    saved = getattr(config, CONFIG_KEY, None)
     if not isinstance(saved, dict) or "recipe" not in saved:
         raise ValueError(f"{where}: expected a config.json with an isentrope recipe, got none; was it extended?")
     return saved
 
 
-def without_marks(config: PreTrainedConfig) -> Any:
-    """A copy of a config, without a recipe and as the model had it before."""
+def copy_plain_config(config: PreTrainedConfig) -> Any:
+    """Copy a config as the model had it before it was extended."""
     config = copy.deepcopy(config)
     if isinstance(config, ExtendedConfig):
-        config.__class__ = _base(type(config))
+        config.__class__ = _get_base(type(config))
         config.architectures = [name.removeprefix(PREFIX) for name in config.architectures or []]
     inner = (getattr(config, name) for name in config.sub_configs)
     for each in (config, *(one for one in inner if one is not None)):
-        for name in (NAME, "attn_implementation"):
+        for name in (CONFIG_KEY, "attn_implementation"):
             if name in each.__dict__:
                 delattr(each, name)
         each._attn_implementation = None
@@ -159,46 +159,46 @@ def without_marks(config: PreTrainedConfig) -> Any:
 
 
 def _check_implementation(name: str | dict[str, str] | None) -> None:
-    if name not in (None, NAME):
+    if name not in (None, IMPLEMENTATION):
         raise ValueError(
             f"attn_implementation: expected none, since this model was saved with a recipe that {name!r} would drop; "
             "leave it out, or load it with isentrope.load and take the recipe off with isentrope.restore"
         )
 
 
-def _base(extended: type) -> type:
-    """The class of transformers that a class made here extends."""
+def _get_base(extended: type) -> type:
+    """Return the class of transformers that a class made here extends."""
     return extended.__mro__[2]
 
 
-def config_class(base: Any) -> Any:
-    """`base` with marks in config.json, registered with every Auto class that knows `base`."""
-    return _config_class(base)
+def make_config_class(base: Any) -> Any:
+    """Derive a config class with marks in config.json, registered with every Auto class that knows `base`."""
+    return _make_config_class(base)
 
 
 @cache
-def _config_class(base: Any) -> Any:
+def _make_config_class(base: Any) -> Any:
     # with its own __init__: transformers would make one for a class without
     body = {"__init__": base.__init__, "__module__": __name__}
     made: Any = type(PREFIX + base.__name__, (ExtendedConfig, base), body)
     autos: Any = [x for x in vars(modeling_auto).values() if isinstance(x, type) and issubclass(x, _BaseAutoModelClass)]
     for auto in autos:
         if auto._model_mapping is not None and base in auto._model_mapping:
-            auto.register(made, _model_classes(auto._model_mapping[base], made), exist_ok=True)
+            auto.register(made, _make_model_classes(auto._model_mapping[base], made), exist_ok=True)
     for mapping in (TOKENIZER_MAPPING, PROCESSOR_MAPPING):
         if base in mapping:
             mapping.register(made, mapping[base], exist_ok=True)
     return made
 
 
-def _model_classes(base: Any, config: Any) -> Any:
+def _make_model_classes(base: Any, config: Any) -> Any:
     if isinstance(base, (tuple, list)):
-        return tuple(_model_class(one, config) for one in base)
-    return _model_class(base, config)
+        return tuple(_make_model_class(one, config) for one in base)
+    return _make_model_class(base, config)
 
 
 @cache
-def _model_class(base: Any, config: Any) -> Any:
+def _make_model_class(base: Any, config: Any) -> Any:
     body = {"config_class": config, "__module__": __name__}
     made: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
     # transformers may have imported itself anew since
@@ -208,10 +208,10 @@ def _model_class(base: Any, config: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Classes made here, by name: a pickled config is read in another process."""
+    """Return classes made here by name: a pickled config may be read in another process."""
     base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedConfig):
-        return config_class(base)
+        return make_config_class(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

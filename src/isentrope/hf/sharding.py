@@ -1,4 +1,4 @@
-"""Models that are spread over several processes: which heads are here, and what cannot be extended as it is."""
+"""Models sharded over several processes: which heads are local, and what cannot be extended as it is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from isentrope.positions import Branch, Position
 from isentrope.temperatures import Temperature
 
-CONTEXT_PARALLEL = (
+CONTEXT_PARALLEL_ERROR = (
     "context parallel: each process holds a part of the text, where {what} is not supported yet; leave it out, or run "
     "without context_parallel"
 )
 
 
 @dataclass(frozen=True)
-class Heads:
+class LocalHeads:
     """The attention heads of a layer that are in this process: `count` of `total`, from `first` on."""
 
     first: int
@@ -29,16 +29,16 @@ class Heads:
     total: int
 
 
-def heads_here(model: PreTrainedModel, module: nn.Module, count: int) -> Heads:
-    """Which heads an attention module with `count` of them has, under tensor parallelism."""
-    size, rank = _tensor_parallel(model, module)
+def find_local_heads(model: PreTrainedModel, module: nn.Module, count: int) -> LocalHeads:
+    """Find which heads an attention module with `count` of them has, under tensor parallelism."""
+    size, rank = _find_tensor_parallel_group(model, module)
     config = getattr(module, "config", None) or model.config.get_text_config()
     split = size > 1 and getattr(config, "num_attention_heads", None) != count
-    return Heads(rank * count, count, size * count) if split else Heads(0, count, count)
+    return LocalHeads(rank * count, count, size * count) if split else LocalHeads(0, count, count)
 
 
-def _tensor_parallel(model: PreTrainedModel, module: nn.Module) -> tuple[int, int]:
-    """Size and rank of the group that shares the attention heads of a module."""
+def _find_tensor_parallel_group(model: PreTrainedModel, module: nn.Module) -> tuple[int, int]:
+    """Return the size of the group that shares a module's attention heads, and this process's rank in it."""
     size, mesh = getattr(model, "tp_size", None) or 1, getattr(model, "_device_mesh", None)
     if size > 1 and mesh is not None:
         named = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
@@ -55,7 +55,7 @@ class HeadwiseTemperature(Temperature):
     """A law with one temperature for each head of a layer, for the heads that are in this process."""
 
     law: Any = None
-    heads: Heads = Heads(0, 1, 1)
+    heads: LocalHeads = LocalHeads(0, 1, 1)
 
     def idle(self, length: int) -> bool:
         return bool(self.law.idle(length))
@@ -69,16 +69,16 @@ class HeadwisePosition(Position):
     """A method without rotation whose bias differs from head to head, for the heads that are in this process."""
 
     method: Position
-    heads: Heads
+    heads: LocalHeads
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        here = slice(self.heads.first, self.heads.first + self.heads.count)
-        whole = self.method.branches(query, key, self.heads.total)
-        return tuple(b if b.slopes is None else replace(b, slopes=b.slopes[here]) for b in whole)
+        local = slice(self.heads.first, self.heads.first + self.heads.count)
+        branches = self.method.branches(query, key, self.heads.total)
+        return tuple(b if b.slopes is None else replace(b, slopes=b.slopes[local]) for b in branches)
 
 
-def temperature_here(law: Any, heads: Heads, head_dim: int) -> Any:
-    """A law for the heads that are in this process, or a ValueError."""
+def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
+    """Return a law for the heads that are in this process; raise ValueError where it learns one value for each."""
     if law is None or heads.count == heads.total:
         return law
     if law.scale(torch.full((1, 1, 1), 1 << 20), head_dim).shape[-2] == 1:
@@ -86,17 +86,18 @@ def temperature_here(law: Any, heads: Heads, head_dim: int) -> Any:
     if isinstance(law, nn.Module):
         raise ValueError(
             f"tensor parallel: {law} learns a value for each of {heads.total} heads, of which this process holds "
-            f"{heads.count}, and others would not hear of what it learns; extend the model without tensor parallelism"
+            f"{heads.count}, and the other processes would not receive what it learns; "
+            "extend the model without tensor parallelism"
         )
     return HeadwiseTemperature(count=getattr(law, "count", "visible"), law=law, heads=heads)
 
 
-def position_here(position: Position, heads: Heads) -> Position:
-    """A position method for the heads that are in this process, or a ValueError."""
+def shard_position(position: Position, heads: LocalHeads) -> Position:
+    """Return a position method for the heads that are in this process; raise ValueError where it cannot be split."""
     if heads.count == heads.total:
         return position
-    at = torch.arange(2)[None]
-    if all(branch.slopes is None for branch in position.branches(at, at, heads.total)):
+    positions = torch.arange(2)[None]
+    if all(branch.slopes is None for branch in position.branches(positions, positions, heads.total)):
         return position
     if position.rotates:
         raise ValueError(
@@ -116,8 +117,8 @@ def check_unsharded(model: nn.Module, kind: str) -> None:
         )
 
 
-def context_parallel(query: Tensor) -> bool:
-    """Whether torch's context parallelism is active: it replaces SDPA, or hands over distributed tensors."""
+def is_context_parallel(query: Tensor) -> bool:
+    """Return whether torch's context parallelism is active: it replaces SDPA, or hands over distributed tensors."""
     attention = F.scaled_dot_product_attention
     if attention is not torch._C._nn.scaled_dot_product_attention:
         return ".tensor.experimental." in attention.__module__

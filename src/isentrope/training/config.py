@@ -1,4 +1,4 @@
-"""How a model is trained: the settings of one run, presets, and the variants that the paper trains."""
+"""Training configuration: the settings of one run, presets, and the variants that the paper trains."""
 
 from __future__ import annotations
 
@@ -8,26 +8,46 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PRECISIONS = ("auto", "bf16", "fp32")
-HOW = ("compile", "log_every", "save_every")  # settings that leave a run what it is
-# what may be said of a new model's sizes: GAU-α for masked tokens, Llama for the next one
-SIZES = {
+NON_IDENTITY_FIELDS = ("compile", "log_every", "save_every")  # they do not change the weights
+# configurable sizes of a new model: GAU-α for masked tokens, Llama for next tokens
+MODEL_SIZES = {
     "masked": ("hidden_size", "intermediate_size", "attention_key_size"),
     "causal": ("hidden_size", "intermediate_size", "num_attention_heads"),
 }
-LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+LLAMA_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True)
-class Config:
-    """What a run is. Two runs of the same configuration give the same weights, however they were cut or resumed.
+class TrainingConfig:
+    """The settings of a run. Runs of equal settings give equal weights, however often they were resumed.
 
-    objective: "masked" trains GAU-α on masked tokens, "causal" a Llama on each next token.
-    model: a folder or hub name to start from; None starts from random weights with `sizes` (any of `SIZES`).
-    recipe: what attention follows, as text. pose: draw positions up to this length (PoSE).
-    steps, or epochs over the documents: one of them. dropout: in place of the model's own.
-    stage: other batches from the same seed, for a run that goes on with the weights of another.
-    validation: crops that the validation loss is measured on. compile: None where a run is long enough to repay it.
-    evaluate_every: in steps; 0 for a twentieth of the run. save_every: likewise; 0 for once a minute.
+    Args:
+        objective: "masked" trains GAU-α on masked tokens, "causal" a Llama on next tokens.
+        model: A folder or hub name to start from; None for random weights with `sizes`.
+        layers: Layers of a new model, or the first ones of a given model.
+        sizes: Of a new model, any of `MODEL_SIZES`.
+        recipe: The recipe of attention, as text.
+        pose: Draw positions up to this length (PoSE).
+        length: Tokens of a crop.
+        batch: Crops of a step, over all processes.
+        steps: Optimiser steps; give either steps or epochs.
+        epochs: Passes over the documents.
+        rate: Highest learning rate.
+        warmup: Share of the steps over which the rate rises.
+        decay: Weight decay.
+        clip: Largest gradient norm; 0 for no limit.
+        share: Share of the tokens that are predicted, for "masked".
+        crop: "random", or "first" for the beginning of each document.
+        dropout: Replaces the model's own.
+        seed: Seed of weights, batches and dropout.
+        stage: Draws other batches from the same seed, for a run that continues another's weights.
+        precision: "bf16", "fp32", or "auto" for bf16 on a GPU.
+        accumulate: Parts that a batch is processed in.
+        compile: None compiles long runs on a GPU.
+        validation: Crops of the validation loss.
+        evaluate_every: Steps between validation losses; 0 for a twentieth of the run.
+        save_every: Steps between saved states; 0 for one a minute.
+        log_every: Steps between rows of the log.
     """
 
     objective: str = "masked"
@@ -59,11 +79,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if min(self.steps, self.epochs) < 0 or (self.steps > 0) == (self.epochs > 0) or not math.isfinite(self.epochs):
-            raise ValueError(f"steps, epochs: expected one of them, above 0, got {self.steps} and {self.epochs}")
+            raise ValueError(f"steps, epochs: expected exactly one above 0, got {self.steps} and {self.epochs}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if self.objective not in SIZES:
-            raise ValueError(f"objective: expected one of {', '.join(SIZES)}, got {self.objective!r}")
+        if self.objective not in MODEL_SIZES:
+            raise ValueError(f"objective: expected one of {', '.join(MODEL_SIZES)}, got {self.objective!r}")
         for name in ("layers", "length", "batch", "accumulate", "log_every", "validation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
@@ -76,39 +96,39 @@ class Config:
             raise ValueError(f"dropout: expected a share in [0, 1), got {self.dropout}")
         if self.sizes and self.model:
             raise ValueError(f"sizes: expected none where a model is given, got {self.sizes}")
-        known = SIZES[self.objective]
-        for name in self.sizes or {}:
+        known = MODEL_SIZES[self.objective]
+        for name, size in (self.sizes or {}).items():
             if name not in known:
                 raise ValueError(f"sizes: expected {', '.join(known)}, got {name!r}")
-            if (self.sizes or {})[name] < 1:
-                raise ValueError(f"sizes: expected 1 or more, got {name}={(self.sizes or {})[name]}")
+            if size < 1:
+                raise ValueError(f"sizes: expected 1 or more, got {name}={size}")
         if self.objective == "causal":
             self._check_causal()
 
     def _check_causal(self) -> None:
-        for name, only in (("recipe", "rope"), ("pose", None), ("share", 0.15)):
-            if (value := getattr(self, name)) != only:
-                raise ValueError(f"{name}: expected {only} with the objective causal, got {value!r}")
-        sizes = LLAMA | (self.sizes or {})
+        for name, required in (("recipe", "rope"), ("pose", None), ("share", 0.15)):
+            if (value := getattr(self, name)) != required:
+                raise ValueError(f"{name}: expected {required} with the objective causal, got {value!r}")
+        sizes = LLAMA_SIZES | (self.sizes or {})
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if hidden % (2 * heads):
             raise ValueError(f"sizes: expected heads of an even size, got hidden_size={hidden} for {heads} heads")
 
     @property
     def batch_seed(self) -> int:
-        """What batches are drawn by."""
+        """Seed of the batches."""
         if not self.stage:
             return self.seed
         return int.from_bytes(hashlib.sha256(f"{self.seed} {self.stage}".encode()).digest()[:8])
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Of step 0 … steps - 1: up in a straight line over the first `warmup` of them, then down to 0."""
-        rise = max(1, round(self.warmup * steps))
-        share = (step + 1) / rise if step < rise else (steps - step) / max(1, steps - rise + 1)
+        """Return the rate of step 0 … steps - 1: linear up over the first `warmup` of them, then linear down to 0."""
+        warmup = max(1, round(self.warmup * steps))
+        share = (step + 1) / warmup if step < warmup else (steps - step) / max(1, steps - warmup + 1)
         return self.rate * share
 
 
-# starting points; every field may be set beside them
+# settings that others may override
 PRESETS: dict[str, dict[str, Any]] = {
     "pretrain": {"length": 512, "steps": 3500, "rate": 1e-3},
     "train": {"length": 64, "steps": 1500, "rate": 2e-4},
@@ -117,7 +137,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper-finetune": {"length": 64, "epochs": 100.0, "rate": 2e-5, "crop": "first", "stage": 1},
     "causal": {"objective": "causal", "length": 256, "steps": 4000, "batch": 64, "rate": 1e-3, "dropout": 0.0},
 }
-# what the paper trains or fine-tunes a model for: its recipe, and the length PoSE draws positions up to
+# what the paper trains: the recipe, and the length up to which PoSE draws positions
 VARIANTS: dict[str, tuple[str, int | None]] = {
     "plain": ("rope", None),
     "pi": ("pi:factor=4", None),
@@ -129,28 +149,37 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
 }
 
 
-def configured(preset: str, variant: str | None = None, cosscale: float | None = None, **given: Any) -> Config:
-    """A preset, with a variant of the paper's, CosScale, and whatever is given (not None) in place of theirs."""
+def build_config(
+    preset: str, variant: str | None = None, cosscale: float | None = None, **overrides: Any
+) -> TrainingConfig:
+    """Build the configuration of a preset.
+
+    Args:
+        preset: One of `PRESETS`.
+        variant: One of `VARIANTS`, which sets the recipe and PoSE.
+        cosscale: Factor of scaled cosine scores, added to the recipe.
+        **overrides: Fields of `TrainingConfig`; None leaves the preset's.
+    """
     if preset not in PRESETS:
         raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    given = {name: value for name, value in given.items() if value is not None}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     options = dict(PRESETS[preset])
-    if "steps" in given or "epochs" in given:
+    if "steps" in overrides or "epochs" in overrides:
         options = {name: value for name, value in options.items() if name not in ("steps", "epochs")}
     if variant is not None:
         if variant not in VARIANTS:
             raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {variant!r}")
-        if "recipe" in given or "pose" in given:
+        if "recipe" in overrides or "pose" in overrides:
             raise ValueError("variant: expected a variant, or recipe and pose, got both")
         options["recipe"], options["pose"] = VARIANTS[variant]
-    config = Config(**(options | given))
+    config = TrainingConfig(**(options | overrides))
     if cosscale is None:
         return config
     return replace(config, recipe=f"{config.recipe}+cosine:alpha={cosscale:g}")
 
 
-def read_sizes(text: str | None) -> dict[str, int] | None:
-    """hidden_size=256,… as numbers."""
+def parse_sizes(text: str | None) -> dict[str, int] | None:
+    """Parse pairs such as hidden_size=256,intermediate_size=512."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""One optimiser step: forward, backward, clip, update, as fast as the device allows."""
+"""One optimiser step: forward, backward, clip, update; on a GPU as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ from torch import Tensor, nn
 from isentrope.core.compile import copy_function
 
 Batch = dict[str, Tensor]
-WARM = 3  # steps before a graph is captured: compilation, and the optimiser's first state
+WARMUP_STEPS = 3  # before a graph is captured: compilation, and the optimiser's first state
 
 
 class Stepper:
-    """`step(batch, rate)` updates the weights and returns the loss, a tensor on the device that nobody waits for.
+    """`stepper(batch, rate)` updates the weights and returns the loss on the device, without synchronizing.
 
-    compile: the forward and backward. On a GPU and with one process the whole step, optimiser included, is one CUDA
-    graph, compiled or not: the host has nothing to do but hand over the next batch. Several processes share a batch by
+    With one process on a GPU the whole step, optimiser included, is one CUDA graph. Several processes split a batch by
     rows and average their gradients.
+
+    Args:
+        model: In training mode.
+        accelerator: Says which device and how many processes.
+        decay: Weight decay.
+        clip: Largest gradient norm; 0 for no limit.
+        bf16: Run the forward under bfloat16 autocast.
+        accumulate: Parts that a batch is processed in.
+        compile: Compile the forward and backward.
     """
 
     def __init__(
@@ -47,37 +55,37 @@ class Stepper:
             model.parameters(), lr=self.rate if cuda else 0.0, weight_decay=decay, fused=cuda, capturable=cuda
         )
         self.parameters = [x for x in model.parameters() if x.requires_grad]
-        self.loss: Callable[[Batch], Tensor] = self._loss
-        if compile:  # as a function of this run's own: what is compiled for one model is of no use to the next
-            self.loss = torch.compile(copy_function(lambda batch: self._loss(batch)), dynamic=False)
+        self.loss: Callable[[Batch], Tensor] = self._compute_loss
+        if compile:  # a new function for each run, since code compiled for one model does not fit the next
+            self.loss = torch.compile(copy_function(lambda batch: self._compute_loss(batch)), dynamic=False)
         self.captures = cuda and accelerator.num_processes == 1
-        self.side: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: Batch = {}
         self.output = torch.zeros((), device=self.device)
-        self.taken = 0
+        self.steps_taken = 0
 
     def __call__(self, batch: Batch, rate: float) -> Tensor:
-        """batch: this process' rows, on the host. rate: the learning rate of this step."""
+        """Update the weights with this process' rows of a batch, on the host, at learning rate `rate`."""
         if self.device.type == "cuda":
             self.rate.fill_(rate)
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-        self.taken += 1
+        self.steps_taken += 1
         if not self.captures:
             return self._update({name: x.to(self.device, non_blocking=True) for name, x in batch.items()})
         return self._replay(batch)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """The loss of this process' rows, without dropout."""
+        """Return the loss of this process' rows, without dropout."""
         self.plain.eval()
         with torch.no_grad():
-            loss = self._loss({name: x.to(self.device, non_blocking=True) for name, x in batch.items()})
+            loss = self._compute_loss({name: x.to(self.device, non_blocking=True) for name, x in batch.items()})
         self.plain.train()
         return loss
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _compute_loss(self, batch: Batch) -> Tensor:
         kind = self.device.type
         with torch.autocast(kind, torch.bfloat16) if self.bf16 else nullcontext():
             logits = self.model(**{name: x for name, x in batch.items() if name != "labels"}).logits
@@ -100,61 +108,70 @@ class Stepper:
         return total
 
     def _replay(self, batch: Batch) -> Tensor:
-        """The step as a graph over inputs that stay where they are."""
+        """Run the step as a CUDA graph over static inputs, captured after the warm-up steps."""
         if not self.inputs:
             self.inputs = {name: x.to(self.device) for name, x in batch.items()}
         for name, x in batch.items():
             self.inputs[name].copy_(x, non_blocking=True)
         if self.graph is not None:
             self.graph.replay()
-        elif self.taken <= WARM:
-            self.side = self.side or torch.cuda.Stream()
-            self.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.side):
+        elif self.steps_taken <= WARMUP_STEPS:
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
                 self.output.copy_(self._update(self.inputs))
-            torch.cuda.current_stream().wait_stream(self.side)
+            torch.cuda.current_stream().wait_stream(self.stream)
         else:
             self.optimizer.zero_grad()
             self.graph = torch.cuda.CUDAGraph()
-            # on the stream where autograd's nodes were made, while another thread may pin the next batches
-            with torch.cuda.graph(self.graph, stream=self.side, capture_error_mode="thread_local"):
+            # the stream of the warm-up's autograd nodes; thread_local, as another thread pins the next batches
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.output.copy_(self._update(self.inputs))
-            self.graph.replay()  # capturing runs nothing
+            self.graph.replay()  # capturing does not run the step
         return self.output.clone()
 
 
 @contextmanager
-def ahead(make: Callable[[int], Batch], first: int, end: int, pin: bool, depth: int = 8) -> Iterator[Iterator[Batch]]:
-    """make(first) … make(end - 1), made by another thread a few steps before they are asked for.
+def prefetch(
+    make: Callable[[int], Batch], first: int, end: int, pin: bool, depth: int = 8
+) -> Iterator[Iterator[Batch]]:
+    """Yield an iterator over make(first) … make(end - 1), made by another thread a few steps ahead.
 
-    The thread ends before this is left: one that is inside torch when the interpreter ends aborts the process.
+    The thread is joined on exit: one still inside torch when the interpreter ends would abort the process.
+
+    Args:
+        make: Makes the batch of a step.
+        first: First step.
+        end: Step after the last.
+        pin: Pin the batches' memory.
+        depth: Batches made ahead.
     """
     queue: Queue[Any] = Queue(depth)
     closed = Event()
 
-    def work() -> None:
+    def produce() -> None:
         try:
             for step in range(first, end):
                 batch = make(step)
                 queue.put({name: x.pin_memory() for name, x in batch.items()} if pin else batch)
                 if closed.is_set():
                     return
-        except BaseException as error:  # raised where the batch is asked for
+        except BaseException as error:  # raised by the consumer
             queue.put(error)
 
-    def made() -> Iterator[Batch]:
+    def consume() -> Iterator[Batch]:
         for _ in range(first, end):
             item = queue.get()
             if isinstance(item, BaseException):
                 raise item
             yield item
 
-    thread = Thread(target=work, daemon=True)
+    thread = Thread(target=produce, daemon=True)
     thread.start()
     try:
-        yield made()
+        yield consume()
     finally:
         closed.set()
-        while not queue.empty():  # it may wait to hand one over, and looks up after that
+        while not queue.empty():  # unblocks the thread, which then sees `closed`
             queue.get_nowait()
         thread.join()

@@ -12,41 +12,32 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from isentrope.data.batches import CropBatches, MaskedBatches, NextTokenBatches
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.models.gau.config import LEARNED, gau_recipe
-from isentrope.models.tokenizer import without_marks
 from isentrope.positions import CLEX
-from isentrope.pretrained import (
-    check_same_tokens,
-    check_tensors,
-    load_pretrained,
-    read_config_as,
-    read_tokenizer,
-    resolve_model_name,
-)
-from isentrope.training.checkpoint import Log, load_state, remove_states, save_state, save_tensors
-from isentrope.training.config import HOW, LLAMA, Config
-from isentrope.training.step import Batch, Stepper, ahead
+from isentrope.pretrained import check_tensors
+from isentrope.training.builders import build_batches, build_model, build_tokenizer
+from isentrope.training.checkpoint import TrainingLog, load_state, remove_states, save_state, save_tensors
+from isentrope.training.config import NON_IDENTITY_FIELDS, TrainingConfig
+from isentrope.training.step import Batch, Stepper, prefetch
 from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.progress import ProgressBar
 from isentrope.utils.provenance import collect_provenance
 
 logger = logging.getLogger("isentrope")
-DIVERGED = 3.0  # nats above the lowest loss so far
-LINE_INTERVAL = 15.0  # seconds between lines of progress
-SAVE = 60.0  # seconds between states
-COMPILES = 1 << 25  # tokens of a run that is worth half a minute of compiling
-START: dict[str, Any] = {"step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0}
+MAX_LOSS_RISE_NATS = 3.0  # above the lowest loss so far; more is divergence
+SAVE_INTERVAL_SECONDS = 60.0
+PROGRESS_INTERVAL_SECONDS = 15.0
+MIN_TOKENS_TO_COMPILE = 1 << 25  # of a run that repays half a minute of compiling
+INITIAL_PROGRESS: dict[str, Any] = {
+    "step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0,
+}  # fmt: skip
 
 
 class Interrupted(Exception):  # noqa: N818
@@ -54,324 +45,285 @@ class Interrupted(Exception):  # noqa: N818
 
     def __init__(self, number: int, step: int, out: Path) -> None:
         self.number = number
-        super().__init__(f"{signal.Signals(number).name} at step {step}: saved; the same command goes on from {out}")
+        super().__init__(f"{signal.Signals(number).name} at step {step}: saved; the same command resumes from {out}")
 
 
 class Diverged(Exception):  # noqa: N818
-    """The loss became useless."""
+    """The loss is no longer finite, or rose too far."""
 
 
-def train(data: str | Path, config: Config, out: Path, track: tuple[str, ...] = ("tensorboard",)) -> dict[str, Any]:
-    """Train, or go on training, in the folder `out`; returns what `out/train.json` says.
+def train(
+    data: str | Path, config: TrainingConfig, out: Path, track: tuple[str, ...] = ("tensorboard",)
+) -> dict[str, Any]:
+    """Train a model in a folder, resuming a run that was interrupted there.
 
-    `best/` holds the model with the lowest validation loss and `final/` the last one, both for `from_pretrained`, with
-    the tokenizer; `log.jsonl` the losses; `state-*.safetensors` what an interrupted run goes on from.
+    `best/` gets the model of the lowest validation loss and `final/` the last one, both for `from_pretrained`, with the
+    tokenizer; `log.jsonl` the losses; `state-*.safetensors` what an interrupted run resumes from.
+
+    Args:
+        data: A folder that `isentrope data prepare` wrote.
+        config: The settings of the run.
+        out: The folder of the run.
+        track: "tensorboard" and "wandb", where losses are also logged.
+
+    Returns:
+        The content of `out/train.json`.
+
+    Raises:
+        Interrupted: A signal ended the run.
+        Diverged: The loss became useless.
+        ValueError: The folder holds another run, or the settings do not fit the corpus.
     """
-    prepared = PreparedCorpus.open(data)
-    accelerator = Accelerator(mixed_precision="no", log_with=_trackers(track) or None, project_dir=str(out))
-    run = Run(prepared, config, out, accelerator)
-    if (finished := run.finished()) is not None:
-        return finished
-    return run.go()
+    corpus = PreparedCorpus.open(data)
+    accelerator = Accelerator(mixed_precision="no", log_with=_select_trackers(track) or None, project_dir=str(out))
+    trainer = Trainer(corpus, config, out, accelerator)
+    if (summary := trainer.read_finished()) is not None:
+        return summary
+    return trainer.run()
 
 
-class Run:
+class Trainer:
     """One training run, from its first step or the last one saved."""
 
-    def __init__(self, prepared: PreparedCorpus, config: Config, out: Path, accelerator: Accelerator) -> None:
+    def __init__(self, corpus: PreparedCorpus, config: TrainingConfig, out: Path, accelerator: Accelerator) -> None:
         self.config, self.out, self.accelerator = config, out, accelerator
-        self.main, self.shares = accelerator.is_main_process, accelerator.num_processes
-        tokenizer: Any = read_tokenizer(prepared.tokenizer_path)
-        self.batches, self.held_out = _batches(prepared, config, tokenizer)
+        self.is_main, self.processes = accelerator.is_main_process, accelerator.num_processes
+        self.tokenizer = build_tokenizer(corpus, config.objective)
+        self.batches, self.validation_batches = build_batches(corpus, config, self.tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
-        self.identity = _identity(prepared, config, self.steps)
-        marks = config.objective == "masked" or tokenizer.cls_token is None
-        self.tokenizer = tokenizer if marks else without_marks(tokenizer)
+        self.identity = compute_identity(corpus, config, self.steps)
         self.evaluate_every = config.evaluate_every or max(1, self.steps // 20)
         self.best: dict[str, torch.Tensor] = {}  # weights that are not on disk yet
 
-    def finished(self) -> dict[str, Any] | None:
-        """What an earlier run of the same configuration said at its end; another configuration is an error."""
+    def read_finished(self) -> dict[str, Any] | None:
+        """Return the summary of the same run if it has finished; another run in the folder is an error."""
         path = self.out / "train.json"
         if not path.exists():
             return None
-        again = "delete it, and the same command goes on from the last state saved, or begins again"
-        told = read_fields(path, again, "identity", "config", "finished")
-        if told["identity"] != self.identity:
+        remedy = "delete it, and the same command resumes from the last state saved, or starts again"
+        summary = read_fields(path, remedy, "identity", "config", "finished")
+        if summary["identity"] != self.identity:
             differing = [
                 name for name, value in json.loads(json.dumps(asdict(self.config))).items()
-                if told["config"].get(name) != value and name not in HOW
+                if summary["config"].get(name) != value and name not in NON_IDENTITY_FIELDS
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
-        for name in ("best", "final") if told["finished"] else ():
+        for name in ("best", "final") if summary["finished"] else ():
             check_tensors(self.out / name / "model.safetensors", f"delete {self.out} to train it again")
-        return told if told["finished"] else None
+        return summary if summary["finished"] else None
 
-    def go(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
+        """Train to the end and return the summary."""
         config, cuda = self.config, self.accelerator.device.type == "cuda"
-        if config.batch % (self.shares * config.accumulate):
-            parts = f"{self.shares} processes × {config.accumulate} parts"
+        if config.batch % (self.processes * config.accumulate):
+            parts = f"{self.processes} processes × {config.accumulate} parts"
             raise ValueError(f"batch: expected a multiple of {parts}, got {config.batch}")
         torch.manual_seed(config.seed)
-        model = build(config, self.tokenizer)
+        model = build_model(config, self.tokenizer)
         self.stepper = Stepper(
             model.train(), self.accelerator, decay=config.decay, clip=config.clip, accumulate=config.accumulate,
             bf16=config.precision == "bf16" or (config.precision == "auto" and cuda),
-            compile=self._compiles(model, cuda),
+            compile=self._should_compile(model, cuda),
         )  # fmt: skip
         progress = load_state(self.out, self.stepper.plain, self.stepper.optimizer)
-        self.progress: dict[str, Any] = progress or dict(START)
-        self.saved: int = self.progress["step"]
-        first = self.progress["step"]
-        if self.main:
-            self.out.mkdir(parents=True, exist_ok=True)
-            for left in self.out.rglob(".*.partial"):  # of a process that was killed while it wrote
-                left.unlink()
-            for name in ("best", "final"):
-                self._describe_model(self.out / name)
-            self._tell(finished=False)
+        self.progress: dict[str, Any] = progress or dict(INITIAL_PROGRESS)
+        first = self.saved_step = int(self.progress["step"])
+        if self.is_main:
+            self._prepare_folder()
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("isentrope", init_kwargs={"tensorboard": {"purge_step": first + 1}})
-        log = Log(self.out / "log.jsonl", first) if self.main else None
-        pin = self.accelerator.device.type == "cuda"
+        log = TrainingLog(self.out / "log.jsonl", first) if self.is_main else None
         try:
             with (
-                _signals() as caught,
-                ProgressBar(self.steps, first, "training", LINE_INTERVAL, self.main) as bar,
-                ahead(self._share, first, self.steps, pin) as batches,
+                _catch_signals() as signals,
+                ProgressBar(self.steps, first, "training", PROGRESS_INTERVAL_SECONDS, self.is_main) as bar,
+                prefetch(lambda step: self._local_rows(self.batches[step]), first, self.steps, cuda) as batches,
             ):
-                self._loop(enumerate(batches, first), log, bar, caught)
+                self._loop(enumerate(batches, first), log, bar, signals)
         except Diverged:
             self._write_best()
             raise
         finally:
             if log is not None:
                 log.close()
-            for tracker in self.accelerator.trackers:  # not `end_training`: processes have more to say to each other
+            for tracker in self.accelerator.trackers:  # `end_training` would also end communication
                 tracker.finish()
-        if self.main:
+        if self.is_main:
             self._write_best()
             self._save_model("final", dict(self.stepper.plain.named_parameters()))
-            self._tell(finished=True)
+            self._write_summary(finished=True)
             remove_states(self.out)
         self.accelerator.wait_for_everyone()
-        told: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
-        return told
+        summary: dict[str, Any] = json.loads((self.out / "train.json").read_text(encoding="utf-8"))
+        return summary
 
-    def _loop(self, batches: Iterable[tuple[int, Batch]], log: Log | None, bar: ProgressBar, caught: list[int]) -> None:
+    def _loop(
+        self, batches: Iterable[tuple[int, Batch]], log: TrainingLog | None, bar: ProgressBar, signals: list[int]
+    ) -> None:
         model: Any = self.stepper.plain
         clex = [module for module in model.modules() if isinstance(module, CLEX)]
-        drops = getattr(model.config, "attention_dropout", 0.0)  # of a Llama, by torch's own generator
+        has_dropout = getattr(model.config, "attention_dropout", 0.0)  # a Llama's, by torch's own generator
         losses: list[torch.Tensor] = []
-        begun = last_saved = time.perf_counter()
+        start = last_saved = time.perf_counter()
         for step, batch in batches:
-            drawn = (self.config.seed * 1_000_003 + step) % (1 << 63)
+            step_seed = (self.config.seed * 1_000_003 + step) % (1 << 63)
             for module in clex:  # one t for all layers
-                module.sample(torch.Generator().manual_seed(drawn))
-            if drops:  # the same after a resumption, which begins with another state of it
-                torch.manual_seed(drawn)
+                module.sample(torch.Generator().manual_seed(step_seed))
+            if has_dropout:  # a resumed run starts with another generator state
+                torch.manual_seed(step_seed)
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
             bar.update(done)
             logs = done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
-            late = time.perf_counter() - last_saved > SAVE
-            saves = done % every == 0 if every else (logs or evaluates) and self._agree(late)
-            stops = bool(caught) if self.shares == 1 else logs and self._agree(bool(caught))
+            overdue = time.perf_counter() - last_saved > SAVE_INTERVAL_SECONDS
+            saves = done % every == 0 if every else (logs or evaluates) and self._any_process(overdue)
+            stops = bool(signals) if self.processes == 1 else logs and self._any_process(bool(signals))
             if not (logs or evaluates or saves or stops):
                 continue
-            self._check(losses, done)
+            self._record_losses(losses, done)
             losses = []
             if logs or evaluates:
-                row = self._row(done)
-                if evaluates:
-                    row["validation"] = self.validate()
-                    if not math.isfinite(row["validation"]):
-                        raise self._diverged(step, f"the validation loss is {row['validation']}")
-                    self._keep_best(row["validation"], done)
-                if log is not None:
-                    log.add(**row)
-                metrics: dict[str, float] = {name: row[name] for name in ("loss", "validation") if name in row}
-                bar.report(done, metrics, always="validation" in row)
-                self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
-            self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - begun}
-            begun = time.perf_counter()
+                self._report(done, evaluates, log, bar)
+            self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - start}
+            start = time.perf_counter()
             last, saves = done == self.steps, (saves or stops) and done < self.steps
             if (saves or last) and not all(bool(x.isfinite().all()) for x in self.stepper.parameters):
-                raise self._diverged(step, "a weight is no number")
+                raise self._diverged(step, "a weight is not finite")
             if saves:
-                self.saved, last_saved = done, time.perf_counter()
-            if self.main and saves:
+                self.saved_step, last_saved = done, time.perf_counter()
+            if self.is_main and saves:
                 self._write_best()
                 save_state(self.out, self.stepper.plain, self.stepper.optimizer, self.progress)
             if stops and done < self.steps:
-                raise Interrupted(caught[0] if caught else signal.SIGTERM, done, self.out)
+                raise Interrupted(signals[0] if signals else signal.SIGTERM, done, self.out)
+
+    def _report(self, done: int, evaluates: bool, log: TrainingLog | None, bar: ProgressBar) -> None:
+        """Log the losses since the last row and, where it is due, the validation loss."""
+        row = self._build_row(done)
+        if evaluates:
+            row["validation"] = self.validate()
+            if not math.isfinite(row["validation"]):
+                raise self._diverged(done - 1, f"the validation loss is {row['validation']}")
+            self._keep_best(row["validation"], done)
+        if log is not None:
+            log.add(**row)
+        bar.report(done, {key: row[key] for key in ("loss", "validation") if key in row}, evaluates)
+        self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
 
     def validate(self) -> float:
-        """Mean loss of the validation crops, the same each time, shared among the processes."""
+        """Return the mean loss of the validation crops, the same ones each time, split over the processes."""
         total = torch.zeros((), device=self.accelerator.device)
         count = -(-self.config.validation // self.config.batch)
         for step in range(count):
-            total += self.stepper.evaluate(self._mine(self.held_out[step]))
+            total += self.stepper.evaluate(self._local_rows(self.validation_batches[step]))
         return float(self.accelerator.reduce(total / count, "mean"))
 
-    def _share(self, step: int) -> Batch:
-        return self._mine(self.batches[step])
-
-    def _mine(self, batch: Batch) -> Batch:
-        """This process' rows: of each part that gradients are gathered over, its share."""
-        if self.shares == 1:
+    def _local_rows(self, batch: Batch) -> Batch:
+        """Return this process' rows: its share of each part that gradients are accumulated over."""
+        if self.processes == 1:
             return batch
-        rows = self.config.batch // (self.shares * self.config.accumulate)
-        parts = (x.unflatten(0, (self.config.accumulate, self.shares, rows)) for x in batch.values())
+        rows = self.config.batch // (self.processes * self.config.accumulate)
+        parts = (x.unflatten(0, (self.config.accumulate, self.processes, rows)) for x in batch.values())
         index = self.accelerator.process_index
         return {name: x[:, index].flatten(0, 1).contiguous() for name, x in zip(batch, parts, strict=True)}
 
-    def _check(self, losses: list[torch.Tensor], done: int) -> None:
-        """Take in the losses of these steps, which waits for the device, once they are known to be numbers."""
+    def _record_losses(self, losses: list[torch.Tensor], done: int) -> None:
+        """Add the losses of the last steps to the window, which waits for the device; they must be finite."""
         values = self.accelerator.reduce(torch.stack(losses), "mean").tolist()
         for step, value in enumerate(values, done - len(values)):
             if not math.isfinite(value):
                 raise self._diverged(step, f"the loss is {value}")
         self.progress["window"] = self.progress["window"] + values
 
-    def _row(self, done: int) -> dict[str, Any]:
-        """The row of the log for the steps since the last one."""
+    def _build_row(self, done: int) -> dict[str, Any]:
+        """Return the row of the log for the steps since the last one."""
         window, lowest = self.progress["window"], self.progress["lowest"]
         mean = math.fsum(window) / len(window)
-        if lowest is not None and mean > lowest + DIVERGED:
+        if lowest is not None and mean > lowest + MAX_LOSS_RISE_NATS:
             raise self._diverged(done - 1, f"the loss rose to {mean:.3g} from {lowest:.3g}")
         self.progress |= {"window": [], "lowest": mean if lowest is None else min(lowest, mean)}
         epoch = round(done / self.batches.steps_per_epoch, 4)
         return {"step": done, "epoch": epoch, "loss": mean, "rate": self.config.learning_rate(done - 1, self.steps)}
 
-    def _diverged(self, step: int, why: str) -> Diverged:
+    def _diverged(self, step: int, reason: str) -> Diverged:
         names = [self.batches.documents.names[i] for i in self.batches.document_indices(step)]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        kept = f"the last good state is of step {self.saved}" if self.saved else "no state was saved"
-        return Diverged(f"step {step + 1}: {why}, in a batch of {shown}; {kept} in {self.out}; try a lower rate")
+        documents = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        saved = f"the last good state is of step {self.saved_step}" if self.saved_step else "no state was saved"
+        return Diverged(
+            f"step {step + 1}: {reason}, in a batch of {documents}; {saved} in {self.out}; try a lower rate"
+        )
 
     def _keep_best(self, loss: float, done: int) -> None:
         if self.progress["best"] is None or loss < self.progress["best"]:
             self.progress |= {"best": loss, "best_step": done}
             self.best = {name: x.detach().clone() for name, x in self.stepper.plain.named_parameters()}
 
-    def _agree(self, here: bool) -> bool:
-        """Whether any process is to save or was told to stop: all must, at the same step."""
-        if self.shares == 1:
-            return here
-        flag = torch.tensor(float(here), device=self.accelerator.device)
+    def _any_process(self, condition: bool) -> bool:
+        """Return whether the condition holds in any process, so that all save or stop at the same step."""
+        if self.processes == 1:
+            return condition
+        flag = torch.tensor(float(condition), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
-    def _describe_model(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def _prepare_folder(self) -> None:
+        """Remove partial files of a killed process, and write all but the weights of the models."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        for partial in self.out.rglob(".*.partial"):
+            partial.unlink()
         model: Any = self.stepper.plain
         config = copy(model.config)
         config.architectures = [type(model).__name__]
         if self.config.objective == "causal":
-            config.use_cache = True  # again
-        config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+            config.use_cache = True  # disabled for training
+        for name in ("best", "final"):
+            (self.out / name).mkdir(parents=True, exist_ok=True)
+            config.save_pretrained(self.out / name)
+            self.tokenizer.save_pretrained(self.out / name)
+        self._write_summary(finished=False)
 
     def _write_best(self) -> None:
-        if self.main and self.best:
+        if self.is_main and self.best:
             self._save_model("best", self.best)
             self.best = {}
 
     def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
         save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
 
-    def _compiles(self, model: torch.nn.Module, cuda: bool) -> bool:
+    def _should_compile(self, model: torch.nn.Module, cuda: bool) -> bool:
         if any(isinstance(module, CLEX) for module in model.modules()):
             return False  # its integration unrolls into thousands of operations: minutes
-        tokens = self.steps * self.config.batch * self.config.length
-        return cuda and tokens >= COMPILES if self.config.compile is None else self.config.compile
+        if self.config.compile is not None:
+            return self.config.compile
+        return cuda and self.steps * self.config.batch * self.config.length >= MIN_TOKENS_TO_COMPILE
 
-    def _tell(self, finished: bool) -> None:
-        told = {
+    def _write_summary(self, finished: bool) -> None:
+        summary = {
             "identity": self.identity,
             "finished": finished,
             "steps": self.steps,
             "best": {"step": self.progress["best_step"], "validation": self.progress["best"]},
             "seconds": self.progress["seconds"],
             "config": asdict(self.config),
-            "processes": self.shares,
+            "processes": self.processes,
             "run": collect_provenance(),
         }
-        write_json(self.out / "train.json", told)
+        write_json(self.out / "train.json", summary)
 
 
-def build(config: Config, tokenizer: Any) -> PreTrainedModel:
-    """The model to begin with, under the recipe it is to be trained with."""
-    return _llama(config, tokenizer) if config.objective == "causal" else _gau(config, tokenizer)
-
-
-def _gau(config: Config, tokenizer: Any) -> PreTrainedModel:
-    options: dict[str, Any] = {"recipe": config.recipe, "max_position_embeddings": config.length}
-    if config.dropout is not None:
-        options |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.dropout}
-    if config.model is None:
-        options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer)} | (config.sizes or {})
-        return GAUAlphaForMaskedLM(GAUAlphaConfig(pad_token_id=tokenizer.pad_token_id, **options))
-    found: Any = read_config_as(GAUAlphaConfig, config.model)
-    options["recipe"] = gau_recipe(config.recipe, config.length, found.attention_key_size).to_dict()
-    return _loaded(GAUAlphaForMaskedLM, found, config, tokenizer, options)
-
-
-def _llama(config: Config, tokenizer: Any) -> PreTrainedModel:
-    options: dict[str, Any] = {"max_position_embeddings": config.length, "use_cache": False}
-    if config.dropout is not None:
-        options["attention_dropout"] = config.dropout
-    if config.model is not None:
-        return _loaded(LlamaForCausalLM, read_config_as(LlamaConfig, config.model), config, tokenizer, options)
-    options |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    options |= {"num_hidden_layers": config.layers, "vocab_size": len(tokenizer), "tie_word_embeddings": True}
-    options |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return LlamaForCausalLM(LlamaConfig(**(options | LLAMA | (config.sizes or {}))))
-
-
-def _loaded(kind: Any, found: Any, config: Config, tokenizer: Any, options: dict[str, Any]) -> PreTrainedModel:
-    """The first layers of the model that a run starts from."""
-    if found.num_hidden_layers < config.layers:
-        raise ValueError(f"layers: expected at most the model's {found.num_hidden_layers}, got {config.layers}")
-    check_same_tokens(Path(str(config.model)), tokenizer)
-    options |= {"num_hidden_layers": config.layers, "dtype": torch.float32}
-    model: PreTrainedModel = load_pretrained(kind, resolve_model_name(str(config.model)), unused=LEARNED, **options)
-    if model.config.vocab_size != len(tokenizer):
-        sizes = f"{model.config.vocab_size} and {len(tokenizer)} tokens"
-        raise ValueError(f"model: expected the corpus' tokenizer, got {sizes}; prepare the corpus with the model's own")
-    return model
-
-
-def _batches(prepared: PreparedCorpus, config: Config, tokenizer: Any) -> tuple[CropBatches, CropBatches]:
-    """Training batches, and those of the validation loss."""
-    kind: type[CropBatches] = NextTokenBatches
-    common: dict[str, Any] = {"length": config.length, "size": config.batch, "crop": config.crop}
-    if config.objective == "masked":
-        if tokenizer.mask_token_id is None:
-            raise ValueError("tokenizer: expected one with a mask token, got none")
-        ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        common |= {"mask_token": tokenizer.mask_token_id, "replacement_tokens": ordinary}
-        kind, common = MaskedBatches, common | {"share": config.share, "pose": config.pose}
-    train = kind(prepared.documents("train"), seed=config.batch_seed, **common)
-    return train, kind(prepared.documents("validation"), seed=(1 << 62) + 1, **common)
-
-
-def _identity(prepared: PreparedCorpus, config: Config, steps: int) -> str:
-    """A hash of all that the weights depend on."""
-    told = {key: value for key, value in asdict(config).items() if key not in HOW}
+def compute_identity(corpus: PreparedCorpus, config: TrainingConfig, steps: int) -> str:
+    """Return a hash of all that the weights depend on."""
+    fields = {key: value for key, value in asdict(config).items() if key not in NON_IDENTITY_FIELDS}
     weights = Path(config.model or "") / "model.safetensors"
-    if weights.is_file():  # what it starts from, not where that lies
-        told["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()
-    documents = [(row["sha256"], row["set"]) for row in prepared.manifest["documents"]]
-    content = json.dumps([told, steps, documents, prepared.manifest["tokens"]], sort_keys=True)
+    if weights.is_file():  # the content of the model to start from, not its location
+        fields["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    documents = [(row["sha256"], row["set"]) for row in corpus.manifest["documents"]]
+    content = json.dumps([fields, steps, documents, corpus.manifest["tokens"]], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _trackers(track: tuple[str, ...]) -> list[str]:
-    from importlib.util import find_spec
-
+def _select_trackers(track: tuple[str, ...]) -> list[str]:
     for name in track:
         if name not in ("tensorboard", "wandb"):
             raise ValueError(f"track: expected tensorboard or wandb, got {name!r}")
@@ -383,19 +335,21 @@ def _trackers(track: tuple[str, ...]) -> list[str]:
     return [name for name in track if name not in missing]
 
 
-def is_main() -> bool:
-    """Whether this is the one process of several that writes and speaks."""
+def is_main_process() -> bool:
+    """Return whether this is the one of several processes that writes and prints."""
     return bool(PartialState().is_main_process)
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT, noted in place of ending the process at once."""
+def _catch_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT instead of ending the process at once."""
     caught: list[int] = []
-    names = (signal.SIGTERM, signal.SIGINT)
-    before = {name: signal.signal(name, lambda number, _: caught.append(number)) for name in names}
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = {
+        number: signal.signal(number, lambda caught_number, _: caught.append(caught_number)) for number in numbers
+    }
     try:
         yield caught
     finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

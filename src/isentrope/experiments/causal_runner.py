@@ -1,0 +1,60 @@
+"""Run plans for causal models: perplexity by position, and retrieval, under every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from isentrope.evaluation.compare import Comparison, Inputs, compare_recipes
+from isentrope.evaluation.loading import load_on_device, load_tokenizer
+from isentrope.evaluation.perplexity import select_cells
+from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, list_failures, read_if_whole
+from isentrope.evaluation.retrieval import PromptFormat, load_haystack
+from isentrope.evaluation.texts import load_texts
+from isentrope.experiments.causal_plan import CausalPlan
+
+
+def run_causal_plan(plan: CausalPlan, out: Path, notify: Callable[[str], None] = print) -> dict[str, Any]:
+    """Measure what is missing of a plan in the folder `out`/NAME.
+
+    Args:
+        plan: The plan.
+        out: The folder that plans share.
+        notify: Receives why recipes were left out and why cells failed.
+
+    Returns:
+        The counts of `causal_plan_status`, for the recipes that the model supports.
+    """
+    name, gguf_file = str(plan.decoder["model"]), plan.decoder.get("gguf_file")
+    texts = load_texts(
+        plan.texts, name, gguf_file, plan.perplexity.length, plan.documents
+    )  # before the model's weights
+    model = load_on_device(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf_file)
+    inputs = Inputs(texts)
+    if plan.retrieval is not None:
+        prompts = PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file), plan.decoder.get("chat"))
+        inputs = Inputs(texts, prompts, load_haystack(plan.haystack))
+    comparison = Comparison(plan.name, plan.title, plan.perplexity, plan.retrieval, plan.skip_unsupported)
+    used, _ = compare_recipes(model, Path(name).name, inputs, comparison, out / plan.name, notify)
+    return causal_plan_status(replace(plan, perplexity=used.perplexity, retrieval=used.retrieval), out)
+
+
+def causal_plan_status(plan: CausalPlan, out: Path) -> dict[str, Any]:
+    """Count a plan's cells, and those done and failed in `out`, without checking which texts are long enough."""
+    done, failed = 0, 0
+    cells = len(plan.perplexity.recipes) * plan.documents
+    path = out / plan.name / PERPLEXITY.file
+    if (results := read_if_whole(path, "texts", "cells")) is not None:
+        cells = len(plan.perplexity.recipes) * len(results["texts"])
+        done += sum(cell["recipe"] in plan.perplexity.recipes for cell in select_cells(results))
+        failed += len(list_failures(path, plan.perplexity.recipes))
+    if plan.retrieval is not None:
+        planned = {(recipe, *cell) for recipe in plan.retrieval.recipes for cell in plan.retrieval.cells}
+        cells += len(planned)
+        results = read_if_whole(out / plan.name / RETRIEVAL.file, "cells") or {"cells": []}
+        measured = [cell for cell in results["cells"] if tuple(cell[key] for key in RETRIEVAL.cell_key) in planned]
+        failures = sum(cell["failed"] is not None for cell in measured)
+        done, failed = done + len(measured) - failures, failed + failures
+    return {"plan": plan.name, "cells": cells, "done": done, "failed": failed}

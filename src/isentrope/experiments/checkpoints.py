@@ -1,0 +1,170 @@
+"""The checkpoints of a plan: found on disk, or trained where they are missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from isentrope.data.prepared import PreparedCorpus
+from isentrope.experiments.masked_plan import Checkpoint, MaskedPlan
+from isentrope.models import GAUAlphaConfig
+from isentrope.pretrained import check_same_tokens, check_tensors, read_config_as, read_tokenizer
+from isentrope.training.checkpoint import read_log
+from isentrope.training.config import NON_IDENTITY_FIELDS, build_config
+from isentrope.training.trainer import Diverged, train
+from isentrope.utils.files import BrokenFileError, lock_file, read_fields
+
+SHIPPED_MODELS = files("isentrope.models") / "shipped"
+
+
+@dataclass(frozen=True)
+class TrainedCheckpoint:
+    """A checkpoint on disk.
+
+    Args:
+        name: In the plan.
+        seed: Of its training.
+        folder: Of the model, or of the training that failed.
+        identity: A hash of its weights, or of how they are trained.
+        failure: Why there is no model.
+    """
+
+    name: str
+    seed: int
+    folder: Path
+    identity: str
+    failure: str | None = None
+
+
+Trained = dict[tuple[str, int], TrainedCheckpoint]  # by name and seed
+
+
+def prepare_checkpoints(
+    plan: MaskedPlan, corpus: PreparedCorpus, out: Path, notify: Callable[[str], None], compile: bool | None = None
+) -> Trained:
+    """Return every checkpoint of the plan for every seed, training those that are missing.
+
+    A checkpoint that another process trains is left to it; the last ones are waited for.
+
+    Args:
+        plan: The plan.
+        corpus: What to train on.
+        out: The folder that plans share.
+        notify: Receives a message for each training.
+        compile: Whether trainings are compiled; None compiles long ones on a GPU.
+    """
+    builder = _CheckpointBuilder(corpus, out, notify, compile)
+    trained: Trained = {}
+    remaining = [(spec, seed) for spec in plan.required_checkpoints() for seed in plan.seeds_of(spec.name)]
+    alone = PartialState().num_processes == 1  # processes that train together must not lock each other out
+    wait = False
+    while remaining:
+        before = len(remaining)
+        for spec, seed in list(remaining):
+            start = (spec.train or {}).get("model")
+            if start in plan.checkpoints and (start, seed) not in trained:
+                continue
+            # named by the seed it is trained with, as plans of other seeds may share it
+            name = f"{spec.name}-{seed if spec.seeded else 0}"
+            with lock_file(out / "locks" / name, wait) if alone else nullcontext(True) as locked:
+                if not locked:
+                    continue
+                model = builder.build(spec, seed, trained.get((str(start), seed)))
+            remaining.remove((spec, seed))
+            wait = False
+            for other in (seed, *(plan.seeds if len(plan.seeds_of(spec.name)) == 1 else ())):
+                trained[spec.name, other] = model
+        wait = len(remaining) == before
+    return trained
+
+
+@dataclass(frozen=True)
+class _CheckpointBuilder:
+    corpus: PreparedCorpus
+    out: Path
+    notify: Callable[[str], None]
+    compile: bool | None
+
+    def build(self, spec: Checkpoint, seed: int, start: TrainedCheckpoint | None) -> TrainedCheckpoint:
+        return self._find(spec, seed) if spec.train is None else self._train(spec, spec.train, seed, start)
+
+    def _find(self, spec: Checkpoint, seed: int) -> TrainedCheckpoint:
+        folder = Path(str(SHIPPED_MODELS / spec.shipped)) if spec.shipped else Path(str(spec.path))
+        content = hashlib.sha256()
+        for file in (folder / "config.json", folder / "model.safetensors"):
+            if not file.is_file():
+                raise ValueError(f"checkpoint {spec.name}: expected {file}, got no such file")
+            content.update(file.read_bytes())
+        check_tensors(folder / "model.safetensors")
+        read_config_as(GAUAlphaConfig, folder)
+        check_same_tokens(folder, read_tokenizer(self.corpus.tokenizer_path))
+        return TrainedCheckpoint(spec.name, seed, folder, content.hexdigest()[:16])
+
+    def _train(
+        self, spec: Checkpoint, options: dict[str, Any], seed: int, start: TrainedCheckpoint | None
+    ) -> TrainedCheckpoint:
+        options = dict(options)
+        if start is not None:
+            if start.failure:
+                return TrainedCheckpoint(spec.name, seed, self.out, f"without {start.identity}", start.failure)
+            options["model"] = str(start.folder)
+        options |= {"seed": seed if spec.seeded else 0, "compile": self.compile}
+        config = build_config(options.pop("preset", "train"), **options)
+        # the start is identified by its content, not by its location
+        fields = {key: value for key, value in asdict(config).items() if key not in NON_IDENTITY_FIELDS}
+        fields |= {"model": start.identity if start else config.model}
+        content = json.dumps([fields, hash_partition(self.corpus)])
+        identity = hashlib.sha256(content.encode()).hexdigest()[:16]
+        folder = self.out / "checkpoints" / f"{spec.name}-{identity}"
+        if not (folder / "final" / "model.safetensors").exists():
+            self.notify(f"training {spec.name}, seed {seed}")
+        self._remove_broken(folder / "train.json")
+        try:
+            train(self.corpus.folder, config, folder)
+        except Diverged as error:
+            return TrainedCheckpoint(spec.name, seed, folder, identity, f"checkpoint {spec.name}: {error}")
+        return TrainedCheckpoint(spec.name, seed, folder / "best", identity)
+
+    def _remove_broken(self, path: Path) -> None:
+        """Remove a broken train.json, whose folder's name already says which run it is."""
+        state = PartialState()
+        if state.is_main_process and path.exists():
+            try:
+                read_fields(path, "training resumes from the last state saved, or starts again", "identity", "config")
+            except BrokenFileError as error:
+                self.notify(str(error))
+                path.unlink()
+        state.wait_for_everyone()
+
+
+def hash_partition(corpus: PreparedCorpus) -> str:
+    """Return a hash of which documents are in which set, and of their tokens."""
+    rows = [(row["sha256"], row["set"]) for row in corpus.manifest["documents"]]
+    return hashlib.sha256(json.dumps([rows, corpus.manifest["tokens"]]).encode()).hexdigest()[:16]
+
+
+def describe_trainings(trained: Trained) -> dict[str, Any]:
+    """Return how each checkpoint was trained, with its log; shipped and given ones have no entry."""
+    described: dict[str, Any] = {}
+    for (name, seed), model in trained.items():
+        if seed != model.seed:
+            continue
+        label = name if seed == 0 else f"{name}, seed {seed}"
+        path = (model.folder if model.failure else model.folder.parent) / "train.json"
+        row: dict[str, Any] = {"identity": model.identity, "failed": model.failure}
+        if path.exists():
+            summary = read_fields(path, "run the plan again", "config", "best", "seconds")
+            row |= {key: summary[key] for key in ("config", "best", "seconds")}
+            if (start := Path(summary["config"]["model"] or "")).is_absolute():  # a location means nothing elsewhere
+                row["config"]["model"] = start.parent.name
+            row["log"] = read_log(path.with_name("log.jsonl"))
+            described[label] = row
+    return described

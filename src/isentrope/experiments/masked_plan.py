@@ -1,0 +1,280 @@
+"""Plans for masked models: which checkpoints, under which recipes, at which lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from isentrope.evaluation.masked_lm import MaskingProtocol
+from isentrope.experiments.plan_parsing import check_keys, check_list
+from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
+from isentrope.pretrained import read_config_as
+from isentrope.training.config import build_config
+from isentrope.utils.parsing import parse_numbers
+from isentrope.utils.text import suggest
+
+# whether a variant has CosScale, and InfoScale
+VARIANTS = {"plain": (False, False), "C.S.": (True, False), "I.S.": (False, True), "both": (True, True)}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model to evaluate: give exactly one of shipped, path and train.
+
+    Args:
+        name: Of the checkpoint.
+        shipped: Name of a model that ships.
+        path: Folder of a model.
+        train: Arguments of `build_config`; "model" may name another checkpoint, a folder or a name on the hub.
+        seeded: Train one model for each of the plan's seeds.
+    """
+
+    name: str
+    shipped: str | None = None
+    path: str | None = None
+    train: dict[str, Any] | None = None
+    seeded: bool = True
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.shipped, self.path, self.train)) != 1:
+            raise ValueError(f"checkpoint {self.name!r}: expected one of shipped, path and train")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A row of the results table. `fit`: fit a temperature to validation documents at each length."""
+
+    method: str
+    variant: str
+    checkpoint: str
+    recipe: str
+    fit: bool = False
+
+
+@dataclass(frozen=True)
+class MaskedPlan:
+    """A study of masked models: every row at every length.
+
+    Args:
+        name: Of the plan, and of its folder of results.
+        title: Of the report.
+        lengths: Tokens that models are evaluated at.
+        rows: Of the results table.
+        checkpoints: All that rows and trainings may name.
+        label: The table of the paper.
+        train_length: For recipes that leave it open.
+        protocol: What is masked.
+        seeds: Of the trainings.
+        entropy: Also measure attention entropy.
+        data: A corpus to prepare if none is given.
+        claims: Of the paper, checked by the report.
+        notes: For the report.
+    """
+
+    name: str
+    title: str
+    lengths: tuple[int, ...]
+    rows: tuple[PlanRow, ...]
+    checkpoints: dict[str, Checkpoint]
+    label: str = ""
+    train_length: int = 64
+    protocol: MaskingProtocol = field(default_factory=MaskingProtocol)
+    seeds: tuple[int, ...] = (0,)
+    entropy: bool = True
+    data: str | None = None
+    claims: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 2 or len(set(self.lengths)) != len(self.lengths):
+            raise ValueError(f"plan {self.name}: lengths: expected different numbers from 2 on, got {self.lengths}")
+        if not self.rows:
+            raise ValueError(f"plan {self.name}: expected rows or methods, got none")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"plan {self.name}: seeds: expected one or more, each once, got {self.seeds}")
+        seen = set[tuple[str, str]]()
+        for row in self.rows:
+            if (row.method, row.variant) in seen:
+                raise ValueError(f"plan {self.name}: expected each row once, got {row.method} {row.variant} twice")
+            seen.add((row.method, row.variant))
+            if row.checkpoint not in self.checkpoints:
+                hint = suggest(row.checkpoint, self.checkpoints)
+                raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{hint}")
+            try:  # before anything is trained
+                if build_gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
+                    raise ValueError(f"fit: expected a recipe without a temperature, got {row.recipe}")
+            except ValueError as error:
+                raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
+
+        for checkpoint in self.required_checkpoints():
+            self._check_training(checkpoint)
+        for claim in self.claims:
+            self._check_claim(claim, seen)
+
+    def _check_training(self, checkpoint: Checkpoint) -> None:
+        where, options = f"plan {self.name}: checkpoint {checkpoint.name!r}", dict(checkpoint.train or {})
+        start = str(options.get("model", ""))
+        if start and start not in self.checkpoints and "/" not in start:
+            raise ValueError(f"{where}: unknown start {start!r}{suggest(start, self.checkpoints)}")
+        try:
+            if checkpoint.train and build_config(options.pop("preset", "train"), **options).objective != "masked":
+                raise ValueError("objective: expected masked, which this evaluates, got causal")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def _check_claim(self, claim: dict[str, Any], rows: set[tuple[str, str]]) -> None:
+        where = f"plan {self.name}: claim {claim.get('text')!r}"
+        required = {
+            "better": ("metric", "length", "this", "than"),
+            "best_grows": ("metric", "methods", "variant", "lengths"),
+        }
+        if claim.get("kind") not in required:
+            raise ValueError(f"{where}: kind: expected one of {', '.join(required)}, got {claim.get('kind')!r}")
+        missing = [key for key in ("text", *required[claim["kind"]]) if key not in claim]
+        if missing or claim["metric"] not in ("ppl", "acc"):
+            raise ValueError(f"{where}: expected {', '.join(missing) or 'metric ppl or acc'}")
+        if claim["kind"] == "best_grows":
+            named = [{"method": method, "variant": claim["variant"]} for method in claim["methods"]]
+        else:
+            named = [claim["this"], *(claim["than"] if isinstance(claim["than"], list) else [claim["than"]])]
+        for row in named:
+            if not isinstance(row, dict) or (row.get("method"), row.get("variant")) not in rows:
+                raise ValueError(f"{where}: expected a row of the plan, got {row}")
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.lengths) * sum(len(self.seeds_of(row.checkpoint)) for row in self.rows)
+
+    def seeds_of(self, checkpoint: str) -> tuple[int, ...]:
+        """Return the seeds of a checkpoint's trainings; one if it is not trained for each seed."""
+        spec = self.checkpoints[checkpoint]
+        return self.seeds if spec.train and spec.seeded else self.seeds[:1]
+
+    def required_checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints of the rows, each after the one it starts from."""
+        ordered: dict[str, Checkpoint] = {}
+
+        def add(name: str, descendants: tuple[str, ...]) -> None:
+            if name in descendants:
+                raise ValueError(
+                    f"plan {self.name}: checkpoints start from each other: {' → '.join((*descendants, name))}"
+                )
+            checkpoint = self.checkpoints[name]
+            start = (checkpoint.train or {}).get("model")
+            if start in self.checkpoints:
+                add(start, (*descendants, name))
+            ordered.setdefault(name, checkpoint)
+
+        for row in self.rows:
+            add(row.checkpoint, ())
+        return list(ordered.values())
+
+
+def parse_masked_plan(name: str, data: dict[str, Any], library: dict[str, Checkpoint]) -> MaskedPlan:
+    """Build a plan from the content of its YAML file.
+
+    Args:
+        name: Of the plan.
+        data: The content; `rows` are taken as they are, `methods` expanded to their `variants`.
+        library: Checkpoints that the plan may name beside its own.
+    """
+    where, data = f"plan {name}", dict(data)
+    known = {f.name for f in fields(MaskedPlan)} - {"name"} | {"methods", "variants"}
+    check_keys(where, data, known, ("title", "lengths"))
+    own = {key: parse_checkpoint(key, value) for key, value in (data.pop("checkpoints", None) or {}).items()}
+    rows = [_parse_row(where, row) for row in data.pop("rows", None) or []]
+    rows += _expand_methods(where, data.pop("methods", None) or [], data.pop("variants", None) or list(VARIANTS))
+    protocol = data.pop("protocol", None) or {}
+    check_keys(f"{where}: protocol", protocol, {f.name for f in fields(MaskingProtocol)})
+    for key, kind in (("lengths", int), ("seeds", int), ("claims", dict), ("notes", str)):
+        if key in data:
+            data[key] = check_list(where, data, key, kind)
+    try:
+        return MaskedPlan(
+            name=name, rows=tuple(rows), checkpoints=library | own, protocol=MaskingProtocol(**protocol), **data
+        )
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def parse_checkpoint(name: str, data: Any) -> Checkpoint:
+    """Build a checkpoint from its entry in a YAML file."""
+    check_keys(f"checkpoint {name}", data, {f.name for f in fields(Checkpoint)} - {"name"})
+    return Checkpoint(name=name, **data)
+
+
+def _parse_row(where: str, data: Any) -> PlanRow:
+    check_keys(f"{where}: row", data, {f.name for f in fields(PlanRow)})
+    if missing := [key for key in ("method", "checkpoint", "recipe") if key not in data]:
+        raise ValueError(f"{where}: row {data}: missing {', '.join(missing)}")
+    if not isinstance(fit := data.get("fit", False), bool):
+        raise ValueError(f"{where}: row {data}: fit: expected true or false, got {fit!r}")
+    texts = {key: str(value) for key, value in data.items() if key != "fit"}
+    return PlanRow(**{"variant": "plain"} | texts, fit=fit)
+
+
+def _expand_methods(where: str, methods: Iterable[Any], default_variants: list[str]) -> list[PlanRow]:
+    """Build the rows of each method's variants; its checkpoint `cosine` is the one with CosScale `alpha`."""
+    rows = []
+    known = {"method", "recipe", "checkpoint", "cosine", "alpha", "infoscale", "variants"}
+    for data in methods:
+        check_keys(f"{where}: method", data, known)
+        variants = list(data.get("variants") or default_variants)
+        required = {"method", "recipe"} | {"cosine" if VARIANTS.get(v, (False,))[0] else "checkpoint" for v in variants}
+        if missing := sorted(required - data.keys()):
+            raise ValueError(f"{where}: method {data.get('method', '')}: missing {', '.join(missing)}")
+        for variant in variants:
+            if variant not in VARIANTS:
+                raise ValueError(f"{where}: method: unknown variant {variant!r}{suggest(str(variant), VARIANTS)}")
+            cosine, info = VARIANTS[variant]
+            parts = [data["recipe"]]
+            parts += [f"cosine:alpha={data.get('alpha', 128)}"] if cosine else []
+            parts += [data.get("infoscale", "infoscale:count=sequence")] if info else []
+            checkpoint = data["cosine" if cosine else "checkpoint"]
+            rows.append(PlanRow(str(data["method"]), variant, checkpoint, "+".join(parts)))
+    return rows
+
+
+def override_plan(plan: MaskedPlan, lengths: str | None, positions: int | None, seeds: str | None) -> MaskedPlan:
+    """Replace values of a plan by those of a command line; None leaves the plan's.
+
+    Args:
+        plan: The plan.
+        lengths: Numbers separated by commas.
+        positions: Masked positions of each document; 0 for all.
+        seeds: Numbers separated by commas.
+    """
+    changes: dict[str, Any] = {}
+    if lengths is not None:
+        changes["lengths"] = parse_numbers("lengths", lengths)
+    if seeds is not None:
+        changes["seeds"] = parse_numbers("seeds", seeds, example="0,1,2")
+    if positions is not None:
+        changes["protocol"] = replace(plan.protocol, positions=positions or None)
+    return replace(plan, **changes)
+
+
+def plan_masked_evaluation(
+    model: str, recipes: Iterable[str], lengths: str, positions: int, protocol: str
+) -> MaskedPlan:
+    """Plan the evaluation of one GAU-α model under several recipes.
+
+    Args:
+        model: Its folder.
+        recipes: Texts of recipes, each a row.
+        lengths: Numbers separated by commas.
+        positions: Masked positions of each document; 0 for all.
+        protocol: "single" or "random".
+    """
+    rows = tuple(PlanRow(recipe, "plain", "model", recipe) for recipe in recipes)
+    return MaskedPlan(
+        name="-".join(("evaluate", *Path(model).parts[-2:])).replace("/", ""),
+        title=f"{Path(model).name} under {len(rows)} recipes",
+        lengths=parse_numbers("lengths", lengths),
+        rows=rows,
+        checkpoints={"model": Checkpoint("model", path=model)},
+        protocol=MaskingProtocol(protocol, positions=positions or None),
+        train_length=read_config_as(GAUAlphaConfig, model).max_position_embeddings,
+    )

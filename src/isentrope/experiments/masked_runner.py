@@ -1,0 +1,277 @@
+"""Run plans for masked models: train and evaluate what is missing, then assemble the results.
+
+Every cell (checkpoint × recipe × length × protocol) is a file, named by a hash of all that its numbers depend on and
+written atomically. So a run may be killed and resumed, plans share cells, and processes work side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from isentrope.analysis.observe import layer_entropies
+from isentrope.calibration.masked_lm import fit_masked_temperature
+from isentrope.data.prepare import PrepareOptions, prepare
+from isentrope.data.prepared import PreparedCorpus
+from isentrope.data.source import Source
+from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
+from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
+from isentrope.experiments.checkpoints import (
+    SHIPPED_MODELS,
+    Trained,
+    TrainedCheckpoint,
+    describe_trainings,
+    hash_partition,
+    prepare_checkpoints,
+)
+from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
+from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
+from isentrope.models.gau.config import build_gau_recipe
+from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer, resolve_device
+from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
+from isentrope.utils.progress import track_progress
+from isentrope.utils.provenance import collect_provenance
+
+CELL_FORMAT = 1  # raised when a change of the code changes the numbers of cells
+ENTROPY_DOCUMENTS = 2  # whose attention entropy is measured
+
+
+@dataclass(frozen=True)
+class MaskedCell:
+    """One checkpoint under one recipe at one length, with the key of its results file."""
+
+    row: PlanRow
+    length: int
+    trained: TrainedCheckpoint
+    key: str
+
+
+def run_masked_plan(
+    plan: MaskedPlan,
+    out: Path,
+    corpus: str | Path | None = None,
+    notify: Callable[[str], None] = print,
+    compile: bool | None = None,
+    is_helper: bool = False,
+) -> dict[str, Any]:
+    """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`.
+
+    Args:
+        plan: The plan.
+        out: The folder that plans share.
+        corpus: A prepared corpus; by default the plan's own.
+        notify: Receives a message for each training.
+        compile: Whether trainings are compiled; None compiles long ones on a GPU.
+        is_helper: Skip what another process works on, and leave writing the results to it.
+
+    Returns:
+        The counts of `masked_plan_status`.
+    """
+    state = PartialState()
+    prepared = _open_corpus(plan, out, corpus)
+    trained = prepare_checkpoints(plan, prepared, out, notify, compile)
+    dtype = resolve_device(state.device.type)[1]
+    cells = list(_list_cells(plan, prepared, trained, dtype))
+    if state.is_main_process:
+        (out / plan.name).mkdir(parents=True, exist_ok=True)
+        write_json(out / plan.name / "cells.json", [cell.key for cell in cells])
+    evaluator = _CellEvaluator(plan, prepared, out, state.device, dtype)
+    groups = _group_by_model(cells)
+    # split before checking which cells exist: processes may check at different times
+    local_cells = _claim_cells(groups[state.process_index :: state.num_processes], out, is_helper)
+    for cell in track_progress(
+        local_cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)
+    ):
+        if not is_done(out, cell.key):
+            evaluator.measure(cell)
+    state.wait_for_everyone()
+    if state.is_main_process and not is_helper:
+        _write_results(plan, prepared, trained, cells, out)
+    state.wait_for_everyone()
+    return masked_plan_status(plan, out)
+
+
+def masked_plan_status(plan: MaskedPlan, out: Path) -> dict[str, Any]:
+    """Count a plan's cells, and those done and failed in `out`, with the lengths and seeds of the last run."""
+    path = out / plan.name / "cells.json"
+    if not path.exists():
+        return {"plan": plan.name, "cells": plan.num_cells, "done": 0, "failed": 0}
+    keys = read_json(path, "run the plan again, which writes it anew")
+    cells = [cell for key in keys if (cell := read_cell(out, key)) is not None]
+    failed = sum(cell["result"]["failed"] is not None for cell in cells)
+    return {"plan": plan.name, "cells": len(keys), "done": len(cells) - failed, "failed": failed}
+
+
+def _open_corpus(plan: MaskedPlan, out: Path, folder: str | Path | None) -> PreparedCorpus:
+    """Open the corpus given, or prepare the one that the plan names with the tokenizer of its shipped models."""
+    if folder is not None:
+        return PreparedCorpus.open(folder)
+    if plan.data is None:
+        raise ValueError(f"data: the plan {plan.name} needs a corpus: isentrope data prepare …, then --data FOLDER")
+    folder = out / "data" / plan.data
+    state = PartialState()
+    if state.is_main_process:
+        shipped = next((spec.shipped for spec in plan.required_checkpoints() if spec.shipped), None)
+        options = PrepareOptions(tokenizer=str(SHIPPED_MODELS / shipped)) if shipped else PrepareOptions()
+        with lock_file(out / "locks" / plan.data, wait=True):
+            prepare(Source(plan.data), folder, options)
+    state.wait_for_everyone()
+    return PreparedCorpus.open(folder)
+
+
+def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtype: torch.dtype) -> Iterator[MaskedCell]:
+    partition = hash_partition(corpus)
+    protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
+    for row in plan.rows:
+        for length in plan.lengths:
+            for seed in plan.seeds_of(row.checkpoint):
+                model = trained[row.checkpoint, seed]
+                content = [CELL_FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, partition]
+                content += [str(dtype), ENTROPY_DOCUMENTS if plan.entropy else 0, *(["fit"] if row.fit else [])]
+                key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+                yield MaskedCell(row, length, replace(model, seed=seed), key)
+
+
+def _group_by_model(cells: list[MaskedCell]) -> list[list[MaskedCell]]:
+    """Group the cells of the same model under the same recipe."""
+    groups: dict[tuple[str, str, bool], list[MaskedCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.trained.identity, cell.row.recipe, cell.row.fit), []).append(cell)
+    return list(groups.values())
+
+
+def _claim_cells(groups: list[list[MaskedCell]], out: Path, is_helper: bool) -> Iterator[MaskedCell]:
+    """Yield every cell, group by group; groups that another process holds come last, after it has left them."""
+    busy: list[list[MaskedCell]] = []
+    for current, wait in ((groups, False),) if is_helper else ((groups, False), (busy, True)):
+        for group in current:
+            with lock_file(out / "locks" / group[0].key, wait) as locked:
+                if locked:
+                    yield from group
+                else:
+                    busy.append(group)
+
+
+class _CellEvaluator:
+    """Measures cells one after another; consecutive cells share their model."""
+
+    def __init__(
+        self, plan: MaskedPlan, corpus: PreparedCorpus, out: Path, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.plan, self.out, self.device, self.dtype = plan, out, device, dtype
+        self.documents, self.hashes = corpus.documents("test"), corpus.hashes("test")
+        self.validation = corpus.documents("validation"), corpus.hashes("validation")
+        self.mask_token: int = read_tokenizer(corpus.tokenizer_path).mask_token_id
+        self.loaded: tuple[Any, Any] = (None, None)  # folder and recipe, model
+        self.provenance = {key: value for key, value in collect_provenance().items() if key != "date"}
+
+    def measure(self, cell: MaskedCell) -> None:
+        """Write the numbers of a cell, or why there are none."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        numbers: dict[str, Any] = dict.fromkeys(MASKED_METRICS)
+        numbers |= {"documents": [], "skipped": 0, "entropy": None, "entropy_ratio": None}
+        failed, seconds = cell.trained.failure, 0.0
+        if failed is None:
+            try:
+                measured, seconds = self._evaluate(cell)
+                numbers |= measured
+            except RuntimeError as error:  # mostly out of memory
+                kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
+                failed = kind + str(error).strip().partition("\n")[0]
+        rows = sum(len(self.plan.protocol.draw_positions(cell.length, d["sha256"])) for d in numbers["documents"])
+        speed = rows * cell.length / seconds if seconds else None
+        timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak_bytes(self.device)}
+        result = numbers | {"failed": failed, "run": self.provenance}
+        write_cell(self.out, cell.key, {"result": result, "timing": timing})
+
+    def _evaluate(self, cell: MaskedCell) -> tuple[dict[str, Any], float]:
+        """Return the numbers of a cell, and the seconds that the predictions took."""
+        model = self._load_model(cell)
+        numbers: dict[str, Any] = {}
+        if cell.row.fit:
+            self.loaded = (None, None)  # fitting changes the model, so no other cell may use it
+            fitted = fit_masked_temperature(
+                model, *self.validation, cell.length, self.plan.train_length, self.mask_token
+            )
+            numbers["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
+        start = time.perf_counter()
+        scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
+        seconds = time.perf_counter() - start
+        if not scores:
+            raise UnmeasurableError(f"no test document has {cell.length} tokens")
+        if not all(isfinite(score.loss) for score in scores):
+            raise UnmeasurableError("the loss is not a number")
+        numbers |= {"documents": [asdict(score) for score in scores], "skipped": len(self.hashes) - len(scores)}
+        numbers |= summarize_scores(scores)
+        if self.plan.entropy:
+            long = [i for i, length in enumerate(self.documents.lengths) if length >= cell.length][:ENTROPY_DOCUMENTS]
+            ids = torch.stack([torch.from_numpy(self.documents[i][: cell.length].astype("int64")) for i in long])
+            entropy = layer_entropies(model, ids.to(self.device))
+            at_train_length = layer_entropies(model, ids[:, : self.plan.train_length].to(self.device))
+            numbers |= {"entropy": entropy.tolist(), "entropy_ratio": (entropy / at_train_length).tolist()}
+        return numbers, seconds
+
+    def _load_model(self, cell: MaskedCell) -> Any:
+        key = cell.trained.folder, cell.row.recipe
+        if self.loaded[0] != key:
+            self.loaded = (None, None)  # free the last model before loading the next
+            key_size = read_config_as(GAUAlphaConfig, cell.trained.folder).attention_key_size
+            # the plan's training length, not the model's, completes the recipe
+            recipe = build_gau_recipe(cell.row.recipe, self.plan.train_length, key_size).to_dict()
+            options: dict[str, Any] = {"recipe": recipe, "dtype": self.dtype}
+            model: Any = load_pretrained(GAUAlphaForMaskedLM, cell.trained.folder, **options)
+            self.loaded = key, model.to(self.device).eval()
+        return self.loaded[1]
+
+
+def _write_results(
+    plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, cells: list[MaskedCell], out: Path
+) -> None:
+    """Write results.jsonl, timings.jsonl and plan.json, in the plan's order, from the cells' files."""
+    results, timings = [], []
+    for cell in cells:
+        saved = read_fields(cell_path(out, cell.key), "run the plan again, which measures it anew", "result", "timing")
+        head = {"key": cell.key} | asdict(cell.row) | {"seed": cell.trained.seed, "length": cell.length}
+        results.append(head | {"protocol": plan.protocol.name} | saved["result"])
+        timings.append({"key": cell.key} | saved["timing"])
+    folder = out / plan.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("results.jsonl", results), ("timings.jsonl", timings)):
+        with write_atomically(folder / name) as partial:
+            partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    manifest = corpus.manifest
+    write_json(folder / "plan.json", {
+        "name": plan.name, "title": plan.title, "label": plan.label, "lengths": plan.lengths,
+        "train_length": plan.train_length, "protocol": plan.protocol.name, "positions": plan.protocol.positions,
+        "seeds": plan.seeds, "metrics": ["ppl", "acc"], "layout": "methods", "rows": [asdict(row) for row in plan.rows],
+        "claims": plan.claims, "notes": plan.notes,
+        "data": {
+            "name": _corpus_name(manifest["source"]), "fingerprint": manifest["source"]["fingerprint"],
+            "partition": hash_partition(corpus), "documents": len(manifest["documents"]),
+            "statistics": manifest["statistics"],
+        },
+        "checkpoints": describe_trainings(trained), "run": collect_provenance(),
+    })  # fmt: skip
+
+
+def _corpus_name(source: dict[str, Any]) -> str:
+    """Return a corpus' name; for files without their folder."""
+    return Path(source["name"]).name if source["kind"] == "files" else str(source["name"])
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the peak memory: of this cell on a GPU, of the whole process so far elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,97 @@
+"""The layout of a forward pass, computed by its first layer and reused by the others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from isentrope.core.caching import register_owner
+from isentrope.core.layout import Layout
+
+
+class CachedLayout(NamedTuple):
+    """A layout and what it was computed from; the tensors by weak reference, so that it outlives none of them."""
+
+    layer_index: int  # of the last layer that used it
+    mask: Callable[[], Tensor | None]
+    position_ids: Callable[[], Tensor | None]
+    version: int | None  # of position_ids
+    shape: tuple[Any, ...]
+    layout: Layout
+
+
+class LayoutCache:
+    """The layouts of one model's current forward pass, one for each kind of layer.
+
+    transformers hands every layer of a pass the same mask and position ids. To check the ids costs a copy from the GPU,
+    so the first layer of a kind does and the others reuse its layout. An entry is dropped with its tensors, and all of
+    them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
+    """
+
+    def __init__(self, layer_count: int) -> None:
+        self.layer_count = layer_count
+        self.entries = dict[Hashable, CachedLayout]()
+        register_owner(self)
+
+    def get(
+        self,
+        layer: tuple[int, Hashable],
+        shape: tuple[Any, ...],
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        compute: Callable[[], Layout],
+    ) -> Layout:
+        """Return the layout of a call, computed anew unless it belongs to the pass that the last one was for.
+
+        Args:
+            layer: the index of the layer among those that run, and its kind: layers of one kind share a layout.
+            shape: whatever else must be equal for a layout to be reused.
+            mask: what transformers hands to the layer.
+            position_ids: likewise.
+            compute: makes the layout.
+        """
+        index, kind = layer
+        # ids made in inference mode have no version that would show a change: a pass then ends where layers start over
+        unversioned = position_ids is not None and position_ids.is_inference()
+        version = None if position_ids is None or unversioned else position_ids._version
+        entry = self.entries.get(kind)
+        if (
+            entry is None
+            or entry.mask() is not mask
+            or entry.position_ids() is not position_ids
+            or (entry.version, entry.shape) != (version, shape)
+            or (unversioned and entry.layer_index >= index)
+        ):
+            mask_reference, ids_reference = (self._reference(x, kind) for x in (mask, position_ids))
+            entry = CachedLayout(index, mask_reference, ids_reference, version, shape, compute())
+        if index + 1 == self.layer_count:
+            self.entries.clear()
+        else:
+            self.entries[kind] = entry._replace(layer_index=index)
+        return entry.layout
+
+    def clear(self) -> None:
+        """Drop all entries; the next layer computes its layout anew."""
+        self.entries.clear()
+
+    def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
+        """Refer to a tensor weakly; the entry goes when the tensor does."""
+        if tensor is None:
+            return _none
+
+        def forget(reference: Any) -> None:
+            entry = self.entries.get(kind)
+            if entry is not None and (entry.mask is reference or entry.position_ids is reference):
+                self.entries.pop(kind, None)
+
+        return weakref.ref(tensor, forget)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayoutCache, (self.layer_count,)
+
+
+def _none() -> None:
+    return None
