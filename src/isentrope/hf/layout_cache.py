@@ -28,7 +28,7 @@ class LayoutCache:
 
     transformers hands every layer of a pass the same mask and position ids. To check the ids costs a copy from the GPU,
     so the first layer of a kind does and the others reuse its layout. An entry is dropped with its tensors, and all of
-    them after the last layer; a copied or pickled model begins with none.
+    them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
     """
 
     def __init__(self, layer_count: int) -> None:
@@ -74,7 +74,7 @@ class LayoutCache:
         return entry.layout
 
     def clear(self) -> None:
-        """Drop all layouts; `clear_caches` calls it."""
+        """Drop all entries; the next layer computes its layout anew."""
         self.entries.clear()
 
     def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
