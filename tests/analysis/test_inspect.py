@@ -326,9 +326,9 @@ def test_a_folder_that_is_not_there(tmp_path):
     result = command(saved(tmp_path, gau())[0], tmp_path / "nothing.txt")
     assert result.exit_code == 2 and "nothing.txt: expected a file" in result.stderr
     with pytest.raises(ValueError, match=r"expected a folder that isentrope inspect wrote, with inspect\.json"):
-        figures.draw(tmp_path)
+        figures.draw_inspection(tmp_path)
     with pytest.raises(ValueError, match="folders: expected one or more"):
-        figures.peak_angles([], tmp_path / "f6")
+        figures.draw_peak_angles([], tmp_path / "f6")
 
 
 def test_several_models_side_by_side(tmp_path):
@@ -341,13 +341,13 @@ def test_several_models_side_by_side(tmp_path):
     plain = tmp_path / "plain"
     told = looking.measure_attention(gau(), "tiny", text, looking.InspectConfig((64,)), plain)
     assert json.loads(told.read_text())["theory"] is None
-    made = figures.cosscale_panels(folders, tmp_path / "f1.of.paper")
-    made += figures.before_and_after_rope([*folders, plain], tmp_path / "f7")
-    made += figures.peak_angles(folders, tmp_path / "f6") + figures.attention_at(folders, tmp_path / "f2")
+    made = figures.draw_cosscale_panels(folders, tmp_path / "f1.of.paper")
+    made += figures.draw_scores_before_and_after_rope([*folders, plain], tmp_path / "f7")
+    made += figures.draw_peak_angles(folders, tmp_path / "f6") + figures.draw_attention(folders, tmp_path / "f2")
     assert [path.name for path in made[:2]] == ["f1.of.paper.png", "f1.of.paper.svg"]
     assert all(path.stat().st_size > 5000 for path in made)
     with pytest.raises(ValueError, match=r"plain: expected a model with CosScale \(cosine scores\), got rope"):
-        figures.peak_angles([*folders, plain], tmp_path / "f6")
+        figures.draw_peak_angles([*folders, plain], tmp_path / "f6")
 
 
 def test_the_guide_runs():

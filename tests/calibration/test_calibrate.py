@@ -25,7 +25,8 @@ from isentrope.evaluation.texts import Text
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.hf.learned_temperature import LearnedTemperature, checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
-from isentrope.report.figures.calibration import draw, table
+from isentrope.report.figures.calibration import draw_calibration
+from isentrope.report.tables.calibration import build_calibration_table
 from isentrope.temperatures import Fitted
 from tests.fixtures.models import llama, tokens
 
@@ -332,8 +333,8 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
         "calibrate.json", "calibrate.png", "calibrate.svg", "recipe.txt",
     ]  # fmt: skip
     data = json.loads((out / "calibrate.json").read_text())
-    assert table(out / "calibrate.json").row_count == 4
-    assert draw(out / "calibrate.json")
+    assert build_calibration_table(out / "calibrate.json").row_count == 4
+    assert draw_calibration(out / "calibrate.json")
     assert "(saved) |" in (saved / "README.md").read_text()
 
     plain, loaded = load_on_device(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)

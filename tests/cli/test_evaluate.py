@@ -22,8 +22,9 @@ from isentrope.evaluation.ranking import rank_recipes, select_best
 from isentrope.evaluation.recipes import check_recipes
 from isentrope.experiments.causal_plan import plan_causal_evaluation
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
-from isentrope.experiments.runner import run_plan as run_plan
-from isentrope.report.figures import laws as figures
+from isentrope.experiments.runner import run_plan
+from isentrope.report.figures.leaderboard import draw_board
+from isentrope.report.html import recipes
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -72,8 +73,8 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
 def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
     _, words, _ = evaluated
     monkeypatch.setattr(perplexity, "measure_text", None)
-    monkeypatch.setattr(leaderboard, "write", lambda folder: [])
-    monkeypatch.setattr(figures, "perplexity", lambda results: [])
+    monkeypatch.setattr(recipes, "write_leaderboard", lambda folder: [])
+    monkeypatch.setattr(recipes, "draw_perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
     assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
@@ -193,18 +194,18 @@ def test_the_verdict(tmp_path):
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
     assert select_best(rank_recipes(tmp_path), last) == "sink:size=8"
     assert select_best(rank_recipes(tmp_path), ["plain", "yarn:factor=2"]) is None
-    told = leaderboard.verdict(tmp_path, last, ["sink:size=8"])
+    told = leaderboard.summarize_ranking(tmp_path, last, ["sink:size=8"])
     assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
-    assert "2.500 of its 4.00" in told[0].plain and "all of the text: rerope:window=8: " in told[1].plain
+    assert "2.500 of its 4.00" in told[0].plain and "the whole text: rerope:window=8: " in told[1].plain
     assert [(line.plain[:21], line.style) for line in told[2:]] == [("yarn:factor=2: +3.00 ", "red")]
-    assert "best: plain: no recipe" in leaderboard.verdict(tmp_path, ["plain", "yarn:factor=2"])[0].plain
+    assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
-    shown.print(leaderboard.table(tmp_path))
+    shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()
 
 
 def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():
     rows = [{"recipe": str(x), "perplexity": [4.0, 5.0], "inside": x} for x in (None, 0.2, 1218.0)]
-    figure = leaderboard._figure({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
+    figure = draw_board({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
     right = figure.axes[1]
     assert right.get_xlim()[1] < 20 and [text.get_text() for text in right.texts] == ["+1218 %"]

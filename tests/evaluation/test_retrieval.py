@@ -28,7 +28,8 @@ from isentrope.evaluation.retrieval import (
     score_answer,
 )
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
-from isentrope.report.figures import retrieval as report
+from isentrope.report.figures.retrieval import draw_heatmaps
+from isentrope.report.tables.retrieval import build_retrieval_table
 from tests.fixtures.models import llama
 from tests.fixtures.needles import FILLED, made, solved
 
@@ -319,8 +320,8 @@ def test_a_cell_that_fails_is_told_and_tried_again(letters, tmp_path, monkeypatc
     assert {cell["failed"] for cell in wrong} == {"out of memory: no room"}
     assert {(cell["recipe"], cell["length"]) for cell in wrong} == {(RECIPES[1], 700)}
     assert all(cell["likeliest"] is None and cell["count"] == 0 for cell in wrong) and len(data["cells"]) == 12
-    assert any("failed" in str(column._cells) for column in report.table(results).columns)
-    assert report.heatmaps(results)
+    assert any("failed" in str(column._cells) for column in build_retrieval_table(results).columns)
+    assert draw_heatmaps(results)
     monkeypatch.setattr(retrieval, "score_answer", real)
     measure_retrieval(model, "tiny", PromptFormat.from_tokenizer(letters), FILLED, small(score="forced"), tmp_path)
     assert list_failures(results, small(score="forced").recipes, small(score="forced").cells) == []

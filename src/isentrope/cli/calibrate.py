@@ -70,7 +70,8 @@ def calibrate(
     from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import check_save_folder, load_on_device, save_extended
     from isentrope.evaluation.texts import load_texts
-    from isentrope.report.figures.calibration import draw, measured, table
+    from isentrope.report.figures.calibration import draw_calibration
+    from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
     config = CalibrationConfig.parse(
         length,
@@ -89,7 +90,7 @@ def calibrate(
     loaded = load_on_device(model, device, dtype, gguf_file)
     result = fit_temperature(loaded, documents_read, config, out, Path(model).name, print_progress)
     results = out / "calibrate.json"
-    Console().print(table(results))
-    print_paths([results, out / "recipe.txt", *draw(results)])
+    Console().print(build_calibration_table(results))
+    print_paths([results, out / "recipe.txt", *draw_calibration(results)])
     if save is not None:
-        typer.echo(save_extended(model, result.recipe, save, gguf_file, measured(results)))
+        typer.echo(save_extended(model, result.recipe, save, gguf_file, build_card_rows(results)))

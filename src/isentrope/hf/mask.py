@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from isentrope.core.caching import register_clear
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Frames, Layout, find_runs, find_token_span, get_layout
 
 _layouts: Any = WeakTensorKeyDictionary()  # by mask: the layers of a forward pass are handed the same
+register_clear(_layouts.clear)
 UNPACKED = (causal_mask_function, bidirectional_mask_function)  # mask functions that know no documents
 
 
