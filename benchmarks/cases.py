@@ -19,7 +19,7 @@ from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, times
 from methods import ALIBI, Method, branched, folded, million, windowed
 
 import isentrope as ise
-from isentrope.core.layout import _recent
+from isentrope.core.caching import clear_caches
 
 MILLION = 1 << 20
 COLD = 40  # times the length of a call that is timed once: beyond it there is no call before
@@ -30,7 +30,7 @@ def cold(call: Call, size: Sizes) -> float:
     """Milliseconds of a call when geometry and block masks are built anew, kernels being compiled already."""
 
     def anew() -> None:
-        _recent.clear()
+        clear_caches(keep_compiled=True)
         call()
 
     return times((anew,), replace(size, seconds=0.0, least=3))[0]

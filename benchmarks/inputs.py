@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import isentrope as ise
+from isentrope.core.caching import clear_caches
 from isentrope.core.compile import copy_function
-from isentrope.core.layout import _recent
 
 PLAIN = "RoPE + SDPA"
 LAST, AWAY = 4, 0.05  # queries compared with the reference, and what bf16 may make of them
@@ -67,7 +67,7 @@ class Inputs:
         """Let go of everything, also of what attention keeps for a layout."""
         self.q = self.k = self.v = self.cos = self.sin = self.out_grad = None  # type: ignore[assignment]
         self.n = 0
-        _recent.clear()
+        clear_caches(keep_compiled=True)
         if self.size.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from measure import exponent
 
-from isentrope.report.figures.laws import COLOURS, DASHES, DOTS, GREY, INK, RC, save
+from isentrope.report.figures.style import COLOURS, DASHES, DOTS, GREY, INK, RC_PARAMS, save_figure
 
 # dense bf16 FLOP a second, bytes a second
 CARDS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}
@@ -39,11 +39,10 @@ def plots(results: Path) -> list[Path]:
     """Both pictures, or as many as there are rows for."""
     data = json.loads(results.read_text(encoding="utf-8"))
     drawn: list[Path] = []
-    with matplotlib.rc_context(RC):
+    with matplotlib.rc_context(RC_PARAMS):
         for name, figure in (("scaling", scaling(data)), ("targets", targets(data))):
             if figure is not None:
-                paths = (results.with_name(f"{results.stem}-{name}{suffix}") for suffix in (".png", ".svg"))
-                drawn += [save(figure, path) for path in paths]
+                drawn += save_figure(figure, results.with_name(f"{results.stem}-{name}"))
     return drawn
 
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope.backends import chunked, sdpa
-from isentrope.core import layout
+from isentrope.core import caching, layout
 from tests.fixtures.memory import Largest
 
 RECIPES = [
@@ -85,7 +85,7 @@ def test_second_derivatives_on_the_reference():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_after_inference_mode(recipe):
     """What is remembered from a call without gradients serves one with them."""
-    layout._recent.clear()
+    ise.clear_caches()
     q, k, v = tensors(13, 13, grad=True)
     with torch.inference_mode():
         before = ise.attention(q, k, v, recipe, causal=True)
@@ -96,7 +96,7 @@ def test_gradients_after_inference_mode(recipe):
 
 
 def test_a_fake_call_leaves_nothing_behind():
-    layout._recent.clear()
+    ise.clear_caches()
     with FakeTensorMode():
         ise.attention(*(torch.randn(1, 2, 21, 8) for _ in range(3)), "rerope:window=4", causal=True)
     assert ise.attention(*(torch.randn(1, 2, 21, 8) for _ in range(3)), "rerope:window=4", causal=True).isfinite().all()
@@ -122,14 +122,17 @@ def test_parts_that_change_are_asked_again():
 
 
 def test_what_is_remembered_is_bounded():
-    layout._recent.clear()
+    ise.clear_caches()
     for keys in range(10, 20):  # decoding
         ise.attention(*tensors(1, keys), "leakyrerope:window=4", causal=True)
-    assert len(layout._recent) <= layout.MAX_LAYOUTS
+    assert len(layout._recent) <= caching.MAX_LAYOUTS
     for value in range(30):  # calibration
         fitted = ise.Fitted((4, 64), (1.0, 1.0 + value / 100))
         ise.attention(*tensors(), ise.Recipe(position=ise.RoPE(), temperature=fitted), causal=True)
-    assert max(len(kept._memory) for kept in layout._recent.values()) <= layout.MAX_CACHED_VALUES
+    kept = [len(kept._values) for kept in layout._recent._values.values()]
+    assert 0 < max(kept) <= caching.MAX_LAYOUT_VALUES
+    ise.clear_caches()
+    assert len(layout._recent) == 0
 
 
 def test_one_step_of_decoding_is_plain_attention():
@@ -202,7 +205,7 @@ def test_no_table_of_all_pairs(change, told):
 @pytest.mark.parametrize("causal", [True, False])
 def test_chunks_keep_to_their_budget(recipe, causal, monkeypatch):
     """Also where the first rows see most: keys ahead."""
-    monkeypatch.setattr(chunked, "SCORES", {"cpu": 1 << 19})
+    monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 19})
     q, k, v = tensors(2048, 2048)
     with Largest() as largest, torch.no_grad():
         ise.attention(q, k, v, recipe, causal=causal, backend="chunked")

@@ -17,8 +17,9 @@ import isentrope as ise
 from isentrope.analysis import attention_statistics as weights
 from isentrope.analysis import inspect as looking
 from isentrope.analysis.attention_statistics import COSINE_BINS, HeatmapWindow
+from isentrope.analysis.observe import head_entropies, layer_entropies, run_observed
 from isentrope.backends import reference
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call
 from isentrope.cli import app
 from isentrope.evaluation.texts import Text
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
@@ -47,7 +48,7 @@ def gau(recipe="rope", kind=GAUAlphaForMaskedLM, **sizes):
 def watched(model, ids):
     """What every layer was asked for."""
     seen = []
-    looking.run_observed(model, ids, seen.append)
+    run_observed(model, ids, seen.append)
     return seen
 
 
@@ -55,8 +56,9 @@ def dense(seen, position=True):
     """The weights by the oracle, in fp64: (batch, heads, queries, keys)."""
     recipe = seen.recipe if position else replace(seen.recipe, position=None)
     q, k, options = seen.q.double(), seen.k.double(), seen.options
-    where = geometry(q, k, recipe.mask, options.get("mask"), options.get("causal", False), None, None, seen.layout)
-    return reference.probabilities(calls_of(q, k, k, recipe.resolve(), *where, options.get("scale"), False))[0]
+    mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
+    inputs = Inputs(q, k, k, mask, causal, layout=seen.layout, scale=scale)
+    return reference.compute_weights(build_call(inputs, recipe.resolve()))[0]
 
 
 EXTENDED = ("rerope:window=16+infoscale:train_length=32", "yarn:factor=4", "sink:sinks=2,size=20")
@@ -71,12 +73,12 @@ MODELS = (
 def test_entropies_are_those_of_a_dense_softmax(make):
     model, ids = make(), tokens(2, 50)
     expected = [torch.special.entr(dense(seen)).sum(-1).mean((0, 2)) for seen in watched(model, ids)]
-    found = looking.head_entropies(model, ids)
+    found = head_entropies(model, ids)
     assert len(found) == len(expected) == model.config.num_hidden_layers
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
     layers = torch.stack([heads.mean() for heads in expected])
-    torch.testing.assert_close(looking.layer_entropies(model, ids), layers, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(layer_entropies(model, ids), layers, atol=2e-5, rtol=2e-5)
 
 
 def test_what_is_seen_is_what_the_model_computes():
@@ -93,7 +95,7 @@ def test_looking_changes_nothing():
     for model in (gau(), llama(), ise.extend(llama(), "rerope:window=16")):
         before, hooks = model(ids).logits, hooks_of(model)
         model.train()
-        looking.layer_entropies(model, ids)
+        layer_entropies(model, ids)
         assert model.training
         assert torch.equal(model.eval()(ids).logits, before)
         assert hooks_of(model) == hooks
@@ -106,15 +108,15 @@ def hooks_of(model):
 def test_a_failure_in_between_leaves_no_hooks():
     model = gau()
     with pytest.raises(ZeroDivisionError):
-        looking.run_observed(model, tokens(1, 8), lambda seen: 1 / 0)
+        run_observed(model, tokens(1, 8), lambda seen: 1 / 0)
     assert hooks_of(model) == []
 
 
 def test_low_precision_and_the_encoder_alone():
     ids = tokens(2, 80)
     model = gau("cosine:alpha=16", GAUAlphaModel)
-    wide = looking.layer_entropies(model, ids)
-    torch.testing.assert_close(looking.layer_entropies(model.bfloat16(), ids), wide, atol=0.05, rtol=0.02)
+    wide = layer_entropies(model, ids)
+    torch.testing.assert_close(layer_entropies(model.bfloat16(), ids), wide, atol=0.05, rtol=0.02)
 
 
 @pytest.mark.gpu
@@ -123,7 +125,7 @@ def test_entropies_on_a_gpu_in_bf16(recipe):
     model, ids = gau(recipe, attention_key_size=64).cuda().bfloat16(), tokens(2, 200).cuda()
     seen = watched(model, ids)
     expected = torch.stack([torch.special.entr(dense(one)).sum(-1).mean() for one in seen])
-    torch.testing.assert_close(looking.layer_entropies(model, ids), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(layer_entropies(model, ids), expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -131,7 +133,7 @@ def test_before_positions_queries_and_keys_are_unturned(make):
     model, ids = make(), tokens(1, 50)
     for seen in watched(model, ids):
         raw = seen.without_position()
-        assert raw.recipe.position is None and raw.turned is None
+        assert raw.recipe.position is None and raw.applied_rope is None
         if seen.applied_rope is None:
             assert raw.q is seen.q
         else:  # turned back once more it is what it was
@@ -171,7 +173,7 @@ def test_heatmaps_are_the_logarithm_of_dense_attention(make, monkeypatch):
     found = weights.log_attention_map(seen, window)
     _same_logs(found, p.mean(0)[5:45, 3:50])
     _same_logs(weights.log_attention_map(seen, window, head=0), p[0, 5:45, 3:50])
-    monkeypatch.setattr(weights, "CELLS", 10)  # four rows and five columns share a cell, fewer at the end
+    monkeypatch.setattr(weights, "MAX_CELLS", 10)  # four rows and five columns share a cell, fewer at the end
     blocks = [[p.mean(0)[a : min(a + 4, 45), b : min(b + 5, 50)] for b in range(3, 50, 5)] for a in range(5, 45, 4)]
     for pool, by in (("mean", torch.mean), ("max", torch.max)):
         expected = torch.stack([torch.stack([by(block) for block in row]) for row in blocks])
@@ -203,7 +205,7 @@ def test_scores_before_and_after(monkeypatch):
     after, _, _ = weights.score_map(seen, HeatmapWindow(0, 50, 0, 50))
     torch.testing.assert_close(after.diagonal(), found.diagonal(), atol=1e-4, rtol=1e-4)  # distance 0
     assert not torch.allclose(after, found, atol=0.1)
-    monkeypatch.setattr(weights, "CELLS", 25)
+    monkeypatch.setattr(weights, "MAX_CELLS", 25)
     pooled, low, high = weights.score_map(seen.without_position(), HeatmapWindow(0, 50, 0, 50))
     torch.testing.assert_close(pooled.double(), expected.view(25, 2, 25, 2).mean((1, 3)), atol=1e-4, rtol=1e-4)
     assert (low, high) == (least, largest)
@@ -324,9 +326,9 @@ def test_a_folder_that_is_not_there(tmp_path):
     result = command(saved(tmp_path, gau())[0], tmp_path / "nothing.txt")
     assert result.exit_code == 2 and "nothing.txt: expected a file" in result.stderr
     with pytest.raises(ValueError, match=r"expected a folder that isentrope inspect wrote, with inspect\.json"):
-        figures.draw(tmp_path)
+        figures.draw_inspection(tmp_path)
     with pytest.raises(ValueError, match="folders: expected one or more"):
-        figures.peak_angles([], tmp_path / "f6")
+        figures.draw_peak_angles([], tmp_path / "f6")
 
 
 def test_several_models_side_by_side(tmp_path):
@@ -339,16 +341,30 @@ def test_several_models_side_by_side(tmp_path):
     plain = tmp_path / "plain"
     told = looking.measure_attention(gau(), "tiny", text, looking.InspectConfig((64,)), plain)
     assert json.loads(told.read_text())["theory"] is None
-    made = figures.cosscale_panels(folders, tmp_path / "f1.of.paper")
-    made += figures.before_and_after_rope([*folders, plain], tmp_path / "f7")
-    made += figures.peak_angles(folders, tmp_path / "f6") + figures.attention_at(folders, tmp_path / "f2")
+    made = figures.draw_cosscale_panels(folders, tmp_path / "f1.of.paper")
+    made += figures.draw_scores_before_and_after_rope([*folders, plain], tmp_path / "f7")
+    made += figures.draw_peak_angles(folders, tmp_path / "f6") + figures.draw_attention(folders, tmp_path / "f2")
     assert [path.name for path in made[:2]] == ["f1.of.paper.png", "f1.of.paper.svg"]
     assert all(path.stat().st_size > 5000 for path in made)
     with pytest.raises(ValueError, match=r"plain: expected a model with CosScale \(cosine scores\), got rope"):
-        figures.peak_angles([*folders, plain], tmp_path / "f6")
+        figures.draw_peak_angles([*folders, plain], tmp_path / "f6")
 
 
 def test_the_guide_runs():
     guide = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(compile(block, "docs/inspect.md", "exec"), {})
+
+
+def test_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, row = llama(), tokens(1, 100)[0].tolist()
+    found = looking.inspect(model, row, (32, 100), "rerope:window=16", layer=0)
+    assert not list(tmp_path.iterdir()) and found.path is None and found.recipe == "rerope:window=16"
+    assert [(each["length"], each["layer"]) for each in found.rows] == [(n, i) for n in (32, 64, 100) for i in (0, 1)]
+    assert found.heatmaps["attention"].shape == (100, 100)
+    with ise.extended(model, "rerope:window=16"):
+        expected = head_entropies(model, torch.tensor([row]))
+    assert [each["entropy"] for each in found.rows[-2:]] == [heads.tolist() for heads in expected]
+    kept = looking.inspect(model, row, (32, 100), out=tmp_path / "out")
+    assert kept.path == tmp_path / "out" / "inspect.json" and kept.recipe != found.recipe

@@ -19,6 +19,7 @@ from isentrope import theory
 from isentrope.analysis import entropy_laws as laws
 from isentrope.cli import app
 from isentrope.report.figures import laws as figures
+from isentrope.report.figures.style import spread_apart
 from isentrope.report.tables import terminal as tables
 
 TINY = laws.EntropyLawsConfig(longest=256, queries=128)
@@ -99,11 +100,11 @@ def test_the_same_seed_gives_the_same_rows(results: Path, tmp_path: Path) -> Non
 
 
 def test_figures_are_whole_and_reproducible(results: Path) -> None:
-    png, svg = figures.laws(results)
+    png, svg = figures.draw_laws(results)
     assert png.read_bytes().startswith(b"\x89PNG") and png.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     first = png.read_bytes(), svg.read_bytes()
-    figures.laws(results)
+    figures.draw_laws(results)
     assert (png.read_bytes(), svg.read_bytes()) == first
     assert sorted(path.name for path in results.parent.iterdir()) == ["laws.json", "laws.png", "laws.svg"]
 
@@ -122,14 +123,14 @@ def test_a_failed_write_leaves_the_old_file(results: Path, monkeypatch: pytest.M
 
 
 def test_labels_are_moved_apart_and_no_further() -> None:
-    assert figures._apart([0.0, 0.5, 1.0], 0.1) == pytest.approx([0.0, 0.5, 1.0])
-    assert figures._apart([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread_apart([0.0, 0.5, 1.0], 0.1) == pytest.approx([0.0, 0.5, 1.0])
+    assert spread_apart([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
 
 
 def test_table_fits_80_columns(results: Path) -> None:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(tables.laws(results))
+        console.print(tables.build_laws_table(results))
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= 80
     for law in json.loads(results.read_text(encoding="utf-8"))["laws"]:
@@ -139,7 +140,7 @@ def test_table_fits_80_columns(results: Path) -> None:
 
 @pytest.mark.parametrize(("count", "shown"), [(2, [0, 1]), (4, [0, 1, 2, 3]), (5, [0, 2, 4]), (10, [0, 3, 6, 9])])
 def test_table_shows_a_few_lengths(count: int, shown: list[int]) -> None:
-    assert tables._thinned(list(range(count))) == shown
+    assert tables.select_lengths(list(range(count))) == shown
 
 
 def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import isentrope as ise
-from isentrope.attention import BACKENDS
-from isentrope.core.call import FoldedBranch
+from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.layout import Layout
+from isentrope.dispatch import BACKENDS
 from tests.fixtures.recipes import CPU, EXACT, TRAINABLE, D, examples, few_on_flex, qkv, seeds
 from tests.fixtures.regions import N, regions
 
@@ -23,8 +23,8 @@ def check_split(backend, seed, whole, cuts, biased):
         pieces = [part for piece in pieces for part in (piece & cut, piece - cut)]
     results = []
     for parts in ([whole], pieces):
-        calls = [FoldedBranch(q, k, v, D**-0.5, part, layout, slopes) for part in parts]
-        out, lse = BACKENDS[backend].attend(calls, True)
+        call = AttentionCall(q, k, v, layout, [RotatedBranch(part, slopes=slopes) for part in parts], None, D**-0.5)
+        out, lse = BACKENDS[backend].forward(call, need_lse=True)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v)) if backend != "flex" else ()
         results.append((out, lse, *gradients))
     for mine, expected in zip(*results, strict=True):

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.calibration import calibrate as study
 from isentrope.calibration import optimize as descent
-from isentrope.calibration.calibrate import CalibrationConfig, calibrate, parse_seconds
+from isentrope.calibration.calibrate import calibrate, fit_temperature
+from isentrope.calibration.config import CalibrationConfig, parse_seconds
 from isentrope.calibration.select import select_law, split_texts
 from isentrope.cli import app
 from isentrope.data.corpus import Document, read_sympy_documents
@@ -24,7 +25,8 @@ from isentrope.evaluation.texts import Text
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.hf.learned_temperature import LearnedTemperature, checkpoint_layers, learn_temperatures
 from isentrope.recipe import Recipe
-from isentrope.report.figures.calibration import draw, table
+from isentrope.report.figures.calibration import draw_calibration
+from isentrope.report.tables.calibration import build_calibration_table
 from isentrope.temperatures import Fitted
 from tests.fixtures.models import llama, tokens
 
@@ -107,10 +109,10 @@ def written():
 
 
 def test_a_known_optimum_is_found_and_kept(written, tmp_path, monkeypatch):
-    monkeypatch.setattr(descent, "SPREAD", 10.0)  # the texts alone shall speak
+    monkeypatch.setattr(descent, "PRIOR_SPREAD", 10.0)  # the texts alone shall speak
     model = llama(**SMALL)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = calibrate(model, written, CalibrationConfig(64), tmp_path, say=silent)
+    found = fit_temperature(model, written, CalibrationConfig(64), tmp_path, say=silent)
     assert found.chosen == "layer", found.reason
     tau = np.array(found.recipe.temperature.table)
     np.testing.assert_allclose(tau[:, 0], [[1, 3, 3, 3], [1, 1, 1, 1]], rtol=0.25)
@@ -147,14 +149,14 @@ def test_little_text_moves_a_law_little(written):
     for count in (1, 16):
         history = []
         rows = [torch.tensor(text.tokens) for text in written[:count]]
-        descent.fit_law(model, Recipe(), rows, edges, start, history, lambda: None)
+        descent.fit_law(descent.FitProblem(model, Recipe(), rows, edges, start), history, lambda: None)
         best = min(history, key=lambda row: row["objective"])
         away.append(np.linalg.norm(np.array(best["logs"]) - start))
     assert 0 < away[0] < away[1] / 2
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
-    whole = calibrate(llama(**SMALL), texts(), CONFIG, tmp_path / "whole", say=silent)
+    whole = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "whole", say=silent)
     real, count = descent.loss_and_gradient, 0
 
     def interrupted(*args):
@@ -167,16 +169,16 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "loss_and_gradient", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            calibrate(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
-    found = calibrate(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
+            fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
+    found = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
     assert found.data["candidates"] == whole.data["candidates"] and found.reason == whole.reason
     done = sum(len(fit["losses"]) for fit in whole.data["fits"].values())
     assert count == done + 2
-    calibrate(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
+    fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
     assert count == done + 2  # nothing is left to do
     assert not list(tmp_path.rglob("*.partial"))
     with pytest.raises(ValueError, match="holds another model, recipe, length or other texts"):
-        calibrate(llama(**SMALL), texts(6), CONFIG, tmp_path / "cut", say=silent)
+        fit_temperature(llama(**SMALL), texts(6), CONFIG, tmp_path / "cut", say=silent)
 
 
 def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
@@ -193,7 +195,7 @@ def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
 
     def found(budget, **options):
         config = CalibrationConfig(64, "rerope:window=8", budget=parse_seconds(budget), **options)
-        return calibrate(llama(**SMALL), texts(), config, tmp_path, say=silent)
+        return fit_temperature(llama(**SMALL), texts(), config, tmp_path, say=silent)
 
     assert found("1s", levels=()).data["fits"] == {}
     first = found("2m", levels=("scalar",))
@@ -208,34 +210,34 @@ def test_a_level_begins_anew_where_the_one_before_has_moved_on(tmp_path, monkeyp
     """A larger budget: points that were counted from the earlier start are none of this fit's."""
     clock, begun = 0.0, []
     monkeypatch.setattr(study.time, "monotonic", lambda: clock)
-    gradients, descend = descent.loss_and_gradient, study.descend
+    gradients, fit_law = descent.loss_and_gradient, study.fit_law
 
     def slow(*args):
         nonlocal clock
         clock += 60
         return gradients(*args)
 
-    def watched(model, recipe, rows, edges, start, history, noted):
-        begun.append((start.tolist(), history[0]["logs"] if history else None))
-        return descend(model, recipe, rows, edges, start, history, noted)
+    def watched(problem, history, on_evaluation):
+        begun.append((problem.start.tolist(), history[0]["logs"] if history else None))
+        return fit_law(problem, history, on_evaluation)
 
     monkeypatch.setattr(descent, "loss_and_gradient", slow)
-    monkeypatch.setattr(study, "descend", watched)
+    monkeypatch.setattr(study, "fit_law", watched)
     for budget in ("4m", "2h"):
         config = replace(CONFIG, levels=("scalar", "layer"), budget=parse_seconds(budget))
-        found = calibrate(llama(**SMALL), texts(), config, tmp_path, say=silent)
+        found = fit_temperature(llama(**SMALL), texts(), config, tmp_path, say=silent)
     assert [fit["ended"] for fit in found.data["fits"].values()] == ["converged", "converged"]
     (_, none), (first, _), (again, kept), (then, dropped) = begun
     assert none is None and kept == again and dropped is None and then != first
 
 
 def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
-    def bad(model, recipe, rows, edges, start, history, noted):
-        history.append({"logs": np.full(start.shape, -3.0).tolist(), "loss": 0.0, "objective": 0.0})
+    def bad(problem, history, on_evaluation):
+        history.append({"logs": np.full(problem.start.shape, -3.0).tolist(), "loss": 0.0, "objective": 0.0})
         return "converged"
 
-    monkeypatch.setattr(study, "descend", bad)
-    found = calibrate(llama(**SMALL), written, CalibrationConfig(64), say=silent)
+    monkeypatch.setattr(study, "fit_law", bad)
+    found = fit_temperature(llama(**SMALL), written, CalibrationConfig(64), say=silent)
     assert found.chosen in ("none", "infoscale", "logn")
     assert found.reason.startswith("no fitted law is clearly better than") and found.reason.endswith("is kept")
     rows = {row["name"]: row["perplexity"][-1] for row in found.data["candidates"]}
@@ -244,7 +246,7 @@ def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
 
 def test_the_best_of_several_recipes_gets_the_temperature():
     config = CalibrationConfig(64, "rerope:window={window}", windows=(4, 12), levels=("scalar",))
-    found = calibrate(llama(**SMALL), texts(), config, say=silent)
+    found = fit_temperature(llama(**SMALL), texts(), config, say=silent)
     tried = {row["recipe"]: row["loss"] for row in found.data["tried"]}
     assert list(tried) == ["rerope:window=4", "rerope:window=12"]
     assert found.data["recipe"] == min(tried, key=tried.get)
@@ -296,14 +298,14 @@ def test_knots(train, length, expected):
         (lambda: CalibrationConfig(64, "rerope:window={window}"), "windows: expected numbers if, and only if"),
         (lambda: CalibrationConfig(64, "plain", factors=(4,)), "factors: expected numbers if, and only if"),
         (lambda: CalibrationConfig(64, levels=("layers",)), "levels: expected some of scalar, layer, head"),
-        (lambda: CalibrationConfig.parse(64, "plain", "4,x", None, "scalar", None), "windows: expected numbers"),
+        (lambda: CalibrationConfig.parse(64, "plain", windows="4,x"), "windows: expected numbers"),
         (lambda: parse_seconds("10"), "budget: expected a time such as"),
         (lambda: parse_seconds("-1m"), "budget"),
         (lambda: parse_seconds("m"), "budget"),
-        (lambda: calibrate(llama(**SMALL), texts(), CalibrationConfig(16)), "length: expected more than 16"),
-        (lambda: calibrate(llama(**SMALL), texts(), CalibrationConfig(65)), "texts: expected 2 or more"),
+        (lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(16)), "length: expected more than 16"),
+        (lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(65)), "texts: expected 2 or more"),
         (
-            lambda: calibrate(llama(**SMALL), texts(), CalibrationConfig(64, "alibi"), say=silent),
+            lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(64, "alibi"), say=silent),
             "was not trained with",
         ),
     ],
@@ -331,12 +333,12 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
         "calibrate.json", "calibrate.png", "calibrate.svg", "recipe.txt",
     ]  # fmt: skip
     data = json.loads((out / "calibrate.json").read_text())
-    assert table(out / "calibrate.json").row_count == 4
-    assert draw(out / "calibrate.json")
+    assert build_calibration_table(out / "calibrate.json").row_count == 4
+    assert draw_calibration(out / "calibrate.json")
     assert "(saved) |" in (saved / "README.md").read_text()
 
     plain, loaded = load_on_device(model, "cpu", "float32"), ise.load(saved, dtype=torch.float32)
-    assert str(ise.hf.observe.get_recipe(loaded)) == (out / "recipe.txt").read_text().strip()
+    assert str(ise.hf.capture.get_recipe(loaded)) == (out / "recipe.txt").read_text().strip()
     chosen = next(row for row in data["candidates"] if row["name"] == data["chosen"])
     tokenizer = load_tokenizer(str(saved))
     held = [text["name"] for text in data["texts"] if text["part"] == "held-out"]
@@ -351,3 +353,16 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     assert refused.exit_code == 2 and "save: expected a folder that is not there yet" in refused.output
     other = CliRunner().invoke(app, [*arguments[:-4], "--device", "cpu", "--length", "500"])
     assert other.exit_code == 2 and "choose another folder" in other.output
+
+
+def test_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = tokens(4, 64).tolist()
+    found = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",))
+    assert not list(tmp_path.iterdir()) and found.path is None
+    assert [row["name"] for row in found.rows] == ["none", "infoscale", "logn", "scalar"]
+    kept = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",), out=tmp_path / "out")
+    assert kept.recipe == found.recipe and kept.path == tmp_path / "out" / "calibrate.json"
+    assert Recipe.parse((tmp_path / "out" / "recipe.txt").read_text()) == found.recipe
+    with pytest.raises(TypeError, match="level"):
+        calibrate(llama(**SMALL), rows, 64, level="scalar")

@@ -17,10 +17,14 @@ import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.loading import load_tokenizer
+from isentrope.evaluation.ranking import rank_recipes, select_best
+from isentrope.evaluation.recipes import check_recipes
 from isentrope.experiments.causal_plan import plan_causal_evaluation
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
-from isentrope.experiments.runner import run_plan as run_plan
-from isentrope.report.figures import laws as figures
+from isentrope.experiments.runner import run_plan
+from isentrope.report.figures.leaderboard import draw_board
+from isentrope.report.html import recipes
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -60,7 +64,7 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
     assert row["recipe"] in card and "| 256–320 |" in card and "Nothing was measured" not in card
 
     model = ise.load(folder / "saved", dtype=torch.float32)
-    tokenizer = perplexity.load_tokenizer(str(folder / "saved"))
+    tokenizer = load_tokenizer(str(folder / "saved"))
     texts = [tokenizer((folder / "texts" / f"{name}.txt").read_text())["input_ids"][:320] for name in "ab"]
     losses = [perplexity.token_losses(model, torch.tensor(text))[255:].double().mean() for text in texts]
     assert exp(sum(losses) / 2) == pytest.approx(row["perplexity"][-1], rel=1e-5)
@@ -68,12 +72,12 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
 
 def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluated, tmp_path, monkeypatch):
     _, words, _ = evaluated
-    monkeypatch.setattr(perplexity, "cell", None)
-    monkeypatch.setattr(leaderboard, "write", lambda folder: [])
-    monkeypatch.setattr(figures, "perplexity", lambda results: [])
+    monkeypatch.setattr(perplexity, "measure_text", None)
+    monkeypatch.setattr(recipes, "write_leaderboard", lambda folder: [])
+    monkeypatch.setattr(recipes, "draw_perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
     assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
-    assert "rerope:window=128" in str(ise.hf.observe.get_recipe(ise.load(tmp_path / "saved")))
+    assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
     assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
 
@@ -160,7 +164,7 @@ def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
         ).position
         query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
         assert query - key <= 3 * trained / 4
-        perplexity.check_recipes(usual_recipes(trained, length))
+        check_recipes(usual_recipes(trained, length))
 
 
 def test_lengths_and_their_buckets(rows, tmp_path):
@@ -188,20 +192,20 @@ def test_the_verdict(tmp_path):
         "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
     }
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
-    assert leaderboard.best(tmp_path, last) == "sink:size=8"
-    assert leaderboard.best(tmp_path, ["plain", "yarn:factor=2"]) is None
-    told = leaderboard.verdict(tmp_path, last, ["sink:size=8"])
+    assert select_best(rank_recipes(tmp_path), last) == "sink:size=8"
+    assert select_best(rank_recipes(tmp_path), ["plain", "yarn:factor=2"]) is None
+    told = leaderboard.summarize_ranking(tmp_path, last, ["sink:size=8"])
     assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
-    assert "2.500 of its 4.00" in told[0].plain and "all of the text: rerope:window=8: " in told[1].plain
+    assert "2.500 of its 4.00" in told[0].plain and "the whole text: rerope:window=8: " in told[1].plain
     assert [(line.plain[:21], line.style) for line in told[2:]] == [("yarn:factor=2: +3.00 ", "red")]
-    assert "best: plain: no recipe" in leaderboard.verdict(tmp_path, ["plain", "yarn:factor=2"])[0].plain
+    assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
-    shown.print(leaderboard.table(tmp_path))
+    shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()
 
 
 def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():
     rows = [{"recipe": str(x), "perplexity": [4.0, 5.0], "inside": x} for x in (None, 0.2, 1218.0)]
-    figure = leaderboard._figure({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
+    figure = draw_board({"rows": rows, "edges": [0, 16, 32], "model": {"name": "m"}})
     right = figure.axes[1]
     assert right.get_xlim()[1] < 20 and [text.get_text() for text in right.texts] == ["+1218 %"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from isentrope.builder import calls_of, geometry
+from isentrope.builder import Inputs, build_call
 from tests.contract.matrix import NAMES
 
 
@@ -22,20 +22,17 @@ def eager(recipe, setting, causal, dtype, device):
     q, k, v = (x.requires_grad_() for x in setting.tensors(dtype, device))
     recipe = recipe.resolve()
     options = setting.arguments(device)
-    layout, region = geometry(
-        q, k, recipe.mask, options.get("mask"), causal, options.get("lengths"), options.get("position_ids")
-    )
     scores = size = None
-    calls = calls_of(q, k, v, recipe, layout, region, options.get("scale"), False)
-    for call in calls:
-        s = call.scale * (call.q @ call.k.repeat_interleave(call.groups, 1).mT)
+    branches = build_call(Inputs(q, k, v, causal=causal, **options), recipe).fold()
+    for branch in branches:
+        s = branch.scale * (branch.q @ branch.k.repeat_interleave(branch.groups, 1).mT)
         # the mean score is an inner product, whose rounding is relative to the sum of its absolute terms
-        terms = call.scale * (_absolute(call.q) @ _absolute(call.k, call.groups).mT)
-        if (bias := call.bias()) is not None:
+        terms = branch.scale * (_absolute(branch.q) @ _absolute(branch.k, branch.groups).mT)
+        if (bias := branch.bias()) is not None:
             s = s + bias.to(dtype)
             terms = terms + bias.float().abs()
-        size = torch.where(call.mask(), terms, torch.zeros_like(terms) if size is None else size)
-        scores = torch.where(call.mask(), s, torch.full_like(s, -torch.inf) if scores is None else scores)
+        size = torch.where(branch.mask(), terms, torch.zeros_like(terms) if size is None else size)
+        scores = torch.where(branch.mask(), s, torch.full_like(s, -torch.inf) if scores is None else scores)
     seen = (scores > -torch.inf).any(-1, keepdim=True)
     p = torch.softmax(scores.masked_fill(~seen, 0), -1, dtype=torch.float32) * seen
     out = p.to(dtype) @ v.repeat_interleave(setting.heads // setting.kv_heads, 1)
@@ -49,22 +46,22 @@ def eager(recipe, setting, causal, dtype, device):
     size = torch.where(lse.isfinite(), lse, 0) + mean
     sizes = {"out": moved, "lse": mean, "entropy": size}
     subtracted = {name: x.double().norm().item() for name, x in sizes.items()}
-    subtracted |= _subtracted(calls, p.detach(), weight.to(p), q, k)
+    subtracted |= _subtracted(branches, p.detach(), weight.to(p), q, k)
     return Plain([x.detach() for x in results], subtracted)
 
 
-def _subtracted(calls, p, weight, q, k):
+def _subtracted(branches, p, weight, q, k):
     """Gradients with absolute terms: ds = p (dp - Σ p dp) is a difference, and 0 for a query that sees one key."""
-    dp = weight.abs() @ _absolute(calls[0].v, calls[0].groups).mT
+    dp = weight.abs() @ _absolute(branches[0].v, branches[0].groups).mT
     ds = p * (dp + (p * dp).sum(-1, keepdim=True))
     dq, dk = 0.0, 0.0
-    for call in calls:
-        part = call.scale * ds * call.mask()
-        of_keys = (part.mT @ _absolute(call.q)).unflatten(1, (-1, call.groups)).sum(2)
+    for branch in branches:
+        part = branch.scale * ds * branch.mask()
+        of_keys = (part.mT @ _absolute(branch.q)).unflatten(1, (-1, branch.groups)).sum(2)
         # what a rotation keeps, and τ and norms change
-        dq = dq + part @ _absolute(call.k, call.groups) * _gain(call.q, q)
-        dk = dk + of_keys * _gain(call.k, k)
-    dv = (p.mT @ weight.abs()).unflatten(1, (-1, calls[0].groups)).sum(2)
+        dq = dq + part @ _absolute(branch.k, branch.groups) * _gain(branch.q, q)
+        dk = dk + of_keys * _gain(branch.k, k)
+    dv = (p.mT @ weight.abs()).unflatten(1, (-1, branches[0].groups)).sum(2)
     return {name: x.double().norm().item() for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,10 @@ import torch
 from torch.autograd import forward_ad
 
 import isentrope as ise
+from isentrope import dispatch
 from isentrope.attention import attention
-from isentrope.backends.band.backend import cut_up
-from isentrope.builder import geometry, unfolded
+from isentrope.backends.band.backend import plan_band
+from isentrope.builder import Inputs, build_call
 from isentrope.core import compile as compiled
 from isentrope.core.region import Region
 from isentrope.core.rotation import _rotate_and_scale, compute_angles, rotate_and_scale
@@ -109,17 +109,18 @@ def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
         for causal in (True, False):
             recipe = recipe_of(text)
             q, k, _ = Setting(queries, keys, batch=1, heads=6).tensors(torch.float32)
-            layout, region = geometry(q, k, recipe.mask, None, causal, None, None)
-            regions = [m.region for m in unfolded(q, k, k, recipe, layout, region, None, False).branches]
-            if (cut := cut_up(regions, queries, keys)) is None:
+            call = build_call(Inputs(q, k, k, causal=causal), recipe)
+            layout, regions = call.layout, [branch.region for branch in call.branches]
+            if (plan := plan_band(regions, queries, keys)) is None:
                 continue
             apart = layout.key[:, None] - layout.query[..., None]
-            seen = {cut.near: (apart >= -cut.left) & (apart <= cut.right)}
-            if cut.sink is not None:
-                early = (layout.key < cut.sinks)[:, None] & (apart < -cut.left)
-                seen[cut.sink] = seen.get(cut.sink, False) | early
-            if cut.far is not None:
-                seen[cut.far] = seen.get(cut.far, False) | layout.visible(Region((cut.span,))).view(1, queries, keys)
+            seen = {plan.near_branch: (apart >= -plan.left) & (apart <= plan.right)}
+            if plan.sink_branch is not None:
+                early = (layout.key < plan.sinks)[:, None] & (apart < -plan.left)
+                seen[plan.sink_branch] = seen.get(plan.sink_branch, False) | early
+            if plan.far_branch is not None:
+                far = layout.visible(Region((plan.far_span,))).view(1, queries, keys)
+                seen[plan.far_branch] = seen.get(plan.far_branch, False) | far
             assert seen.keys() == set(range(len(regions)))
             for n, found in seen.items():
                 truth = layout.visible(regions[n]).view(queries, keys)
@@ -328,12 +329,11 @@ def test_interpreted_weights_of_forward_and_backward_are_the_same():
 
 @interprets
 def test_interpreted_bands_without_far_keys_take_all_heads_at_once(monkeypatch):
-    module = importlib.import_module("isentrope.attention")
     q, k, v = Setting(40, 40, heads=6, d=64, dv=64).tensors(torch.float32)
     text = "rerope:window=8+lambda:sinks=5,window=8"
     truth = attention(q.double(), k.double(), v.double(), text, causal=True, backend="reference")
-    monkeypatch.setattr(module, "AT_ONCE", q.numel() // 3)
-    monkeypatch.setattr(module, "_by_heads", lambda *given: pytest.fail("a few heads at a time"))
+    monkeypatch.setattr(dispatch, "MAX_BRANCHED_Q_ELEMENTS", q.numel() // 3)
+    monkeypatch.setattr(dispatch, "_run_by_heads", lambda *given: pytest.fail("a few heads at a time"))
     with torch.no_grad():
         found, aux = attention(q, k, v, text, causal=True, return_lse=True)
     assert aux.backend == "band" and error(found, truth) < 5e-5
@@ -353,11 +353,9 @@ def test_interpreted_bands_have_a_key_for_every_query_and_decoding_takes_no_rows
 @interprets
 def test_interpreted_and_traced_decoding_have_one_shape():
     q, k, v = (x.transpose(1, 2) for x in Setting(6, 2, heads=1, kv_heads=300, d=64, dv=32).tensors(torch.float32))
-    bounds, turn = (
-        torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32),
-        compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32),
-    )
-    given = (q, k, v, bounds, list(turn), [True, False], None, 0.125, False)
+    bounds = torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32)
+    turn = compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32)
+    given = ([q, k, v], bounds, list(turn), [True, False], None, 0.125, False)
     torch.library.opcheck(torch.ops.isentrope.decode.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -374,32 +372,28 @@ def test_interpreted_fold_refuses_derivatives_that_it_does_not_have():
         rotate_and_scale(forward_ad.make_dual(x, torch.randn_like(x)), (turn, turn))
 
 
-def test_a_few_heads_at_a_time_are_all_heads(monkeypatch):
-    module = importlib.import_module("isentrope.attention")
+def test_a_few_heads_at_a_time_are_all_heads():
     q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
-    monkeypatch.setattr(module, "AT_ONCE", q.numel() // 3)
     for text in ("rerope:window=8+infoscale:train_length=16", "alibi", "ssmax:heads=6,bias=True"):
         recipe = recipe_of(text).resolve()
-        layout, region = geometry(q, k, recipe.mask, None, True, None, None)
-        asked = unfolded(q, k, v, recipe, layout, region, None, False)
-        assert len(list(asked.split_heads(module.AT_ONCE))) == 3
+        call = build_call(Inputs(q, k, v, causal=True), recipe)
+        assert len(list(call.split_heads(q.numel() // 3))) == 3
         with torch.no_grad():
-            for told in (False, True):
-                whole, one = module._attended(asked, None, "auto", told, told)
-                parts, many = module._by_heads(asked, module.AT_ONCE, None, "auto", told, told)
-                torch.testing.assert_close(parts, whole)
-                if told:
-                    torch.testing.assert_close((many.lse, many.entropy), (one.lse, one.entropy))
+            for needed in (False, True):
+                whole = dispatch._run(call, "auto", needed, needed)
+                parts = dispatch._run_by_heads(call, q.numel() // 3, "auto", needed, needed)
+                torch.testing.assert_close(parts.out, whole.out)
+                if needed:
+                    torch.testing.assert_close((parts.lse, parts.entropy), (whole.lse, whole.entropy))
 
 
 def test_more_entries_than_32_bits_count_go_a_few_heads_at_a_time(monkeypatch):
-    module = importlib.import_module("isentrope.attention")
     q, k, v = Setting(63, 63, heads=6, kv_heads=3).tensors(torch.float32)
     with torch.no_grad():
         expected = ise.attention(q, k, v, "alibi", causal=True)
-        monkeypatch.setattr(module, "COUNTED", q.numel() // 3)
-        shares, attended = [], module._attended
-        monkeypatch.setattr(module, "_attended", lambda asked, *rest: shares.append(0) or attended(asked, *rest))
+        monkeypatch.setattr(dispatch, "MAX_BIASED_Q_ELEMENTS", q.numel() // 3)
+        shares, run = [], dispatch._run
+        monkeypatch.setattr(dispatch, "_run", lambda call, *rest: shares.append(0) or run(call, *rest))
         torch.testing.assert_close(ise.attention(q, k, v, "alibi", causal=True), expected)
         assert len(shares) == 3
     ise.attention(q, k, v, "alibi", causal=True)  # a backward may want all of it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from itertools import product
 
@@ -12,20 +11,22 @@ from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
 import isentrope as ise
+from isentrope import entropy
 from isentrope.backends import dense, flex, merge
-from isentrope.core import rotation as fold
-from isentrope.core.compile import _compile, compile_variant
+from isentrope.core import rotation
+from isentrope.core.caching import clear_caches
+from isentrope.core.compile import compile_variant
 
 
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
     """Everything but code generation, which is the slow part and does not count."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    _compile.cache_clear()
+    clear_caches()
     torch._dynamo.reset()
     counters.clear()
     yield
-    _compile.cache_clear()
+    clear_caches()
     torch._dynamo.reset()
 
 
@@ -41,8 +42,8 @@ def test_any_mixture_of_shapes_folds():
         x = operand(batch, heads, n, transposed, grad)
         turn = torch.rand(1, 1, n, 4), torch.rand(1, 1, n, 4)
         tau = torch.rand(1, 1, n)
-        run = compile_variant(fold._rotate_and_scale, (x, turn[0], tau), 8, 4, False, False)
-        assert torch.equal(run(x, *turn, tau, False, False), fold._rotate_and_scale(x, *turn, tau, False, False))
+        run = compile_variant(rotation._rotate_and_scale, (x, turn[0], tau), 8, 4, False, False)
+        assert torch.equal(run(x, *turn, tau, False, False), rotation._rotate_and_scale(x, *turn, tau, False, False))
 
 
 def test_any_mixture_of_masks_and_biases_is_one_softmax():
@@ -100,10 +101,10 @@ def test_the_compiled_path_of_a_gpu_gives_the_same_on_a_cpu(recipe, backend, mon
                 yield from torch.autograd.grad(out.square().sum(), (q, k, v))
 
     expected = list(results())
-    for module in (fold, merge, sys.modules["isentrope.attention"]):
+    for module in (rotation, merge, entropy):
         monkeypatch.setattr(module, "maybe_compile", compile_variant)
     monkeypatch.setattr(
-        flex, "_eager", lambda *args: compile_variant(flex._run, (*args[:3], args[4].kv_indices))(*args)
+        flex, "_run_eagerly", lambda *args: compile_variant(flex._run, (*args[:3], args[4].kv_indices))(*args)
     )
     for ours, truth in zip(results(), expected, strict=True):
         assert_close(ours, truth)

@@ -289,14 +289,14 @@ def test_folders_that_are_not_ready(done, tmp_path):
 
 
 def test_table_and_figure(done):
-    table = tables.partition(done / "manifest.json")
+    table = tables.build_partition_table(done / "manifest.json")
     assert [str(column.header) for column in table.columns] == ["", "Train", "Validation", "Test"]
     assert table.row_count == 4 and next(iter(table.columns[1].cells)) == "80"
-    paths = corpus.partition(done / "manifest.json")
+    paths = corpus.draw_partition(done / "manifest.json")
     assert [path.name for path in paths] == ["partition.png", "partition.svg"]
     first = [path.read_bytes() for path in paths]
     assert all(len(content) > 5000 for content in first) and b"4 held out" not in first[1]
-    assert [path.read_bytes() for path in corpus.partition(done / "manifest.json")] == first
+    assert [path.read_bytes() for path in corpus.draw_partition(done / "manifest.json")] == first
 
 
 def test_the_command_on_the_default_corpus(tmp_path):

@@ -20,12 +20,14 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.data.corpus import Document
-from isentrope.evaluation import perplexity
+from isentrope.evaluation import loading, perplexity
+from isentrope.evaluation import texts as texts_module
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity, summarize_perplexity, token_losses
-from isentrope.evaluation.texts import Text
+from isentrope.evaluation.ranking import rank_recipes
+from isentrope.evaluation.results import list_failures
+from isentrope.evaluation.texts import Text, load_texts
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
-from isentrope.report.figures import laws as figures
-from isentrope.report.tables import leaderboard
+from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.tables import terminal as tables
 from tests.fixtures.models import llama, tokens
 
@@ -43,7 +45,7 @@ def test_losses_are_those_of_the_logits(monkeypatch):
     with torch.no_grad():
         expected = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
     for entries in (1 << 26, 97 * 7, 1):  # logits of all tokens, of seven, of one at a time
-        monkeypatch.setattr(perplexity, "LOGITS_AT_ONCE", entries)
+        monkeypatch.setattr(perplexity, "MAX_LOGITS", entries)
         torch.testing.assert_close(token_losses(model, ids), expected)
 
 
@@ -87,7 +89,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(perplexity, "cell", fails_at_the_fifth)
+    monkeypatch.setattr(perplexity, "measure_text", fails_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path / "cut")
     assert len(json.loads((tmp_path / "cut" / "perplexity.json").read_text())["cells"]) == 4
@@ -113,9 +115,9 @@ def test_broken_results_are_named_and_measured_again(tmp_path, caplog, content):
 def test_broken_results_are_not_drawn(tmp_path, content):
     (tmp_path / "perplexity.json").write_text(content)
     with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the same command again"):
-        perplexity.failures(tmp_path / "perplexity.json", ["plain"])
+        list_failures(tmp_path / "perplexity.json", ["plain"])
     with pytest.raises(ValueError, match=r"perplexity\.json: expected .*; run the command that wrote it again"):
-        leaderboard.rank(tmp_path)
+        rank_recipes(tmp_path)
 
 
 def test_logits_that_are_no_numbers_are_no_other_models_fault(tmp_path):
@@ -161,9 +163,9 @@ def test_models_of_one_name_are_told_apart_by_their_weights(tmp_path):
         (lambda: PerplexityConfig(("plain",), (0, 8, 8)), "edges"),
         (lambda: PerplexityConfig(("plain", "rerop:window=3"), (0, 8)), "did you mean"),
         (lambda: PerplexityConfig.parse(["plain"], "0,abc"), "edges: expected positions"),
-        (lambda: perplexity.load("./nowhere", "cpu", "auto"), "expected a folder with a model"),
-        (lambda: perplexity.load("x", "cpu", "int8"), "dtype"),
-        (lambda: perplexity.read([], "x", None, 8, 0), "documents: expected 1 or more"),
+        (lambda: loading.load_on_device("./nowhere", "cpu", "auto"), "expected a folder with a model"),
+        (lambda: loading.load_on_device("x", "cpu", "int8"), "dtype"),
+        (lambda: load_texts([], "x", None, 8, 0), "documents: expected 1 or more"),
     ],
 )
 def test_bad_settings(config, message):
@@ -201,8 +203,8 @@ def test_the_command(tmp_path):
 
 def test_table_and_figure(tmp_path):
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
-    assert tables.perplexity(results).row_count == 3
-    assert all(path.stat().st_size > 1000 for path in figures.perplexity(results))
+    assert tables.build_perplexity_table(results).row_count == 3
+    assert all(path.stat().st_size > 1000 for path in draw_perplexity(results))
 
 
 def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
@@ -224,7 +226,7 @@ def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
     mean = sum((a - b)[:63].double().mean() for a, b in zip(other, losses, strict=True)) / 3
     assert changed["percent"] == pytest.approx(100 * (exp(mean) - 1), rel=1e-3) and same["percent"] == 0
     shown = Console(width=120, force_terminal=True, file=StringIO())
-    shown.print(tables.perplexity(tmp_path / "perplexity.json"))
+    shown.print(tables.build_perplexity_table(tmp_path / "perplexity.json"))
     assert ("\x1b[31m" in shown.file.getvalue()) == (changed["percent"] > 0.5)
 
 
@@ -233,7 +235,7 @@ def test_where_tokens_end_in_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     folder = tmp_path / "tokenizer"
     make_causal_tokenizer(build_character_tokenizer([text], 20)).save_pretrained(folder)
-    (found,) = perplexity.read([tmp_path / "a.txt"], str(folder), None, 50, 1)
+    (found,) = load_texts([tmp_path / "a.txt"], str(folder), None, 50, 1)
     assert found.ends[:5] == (1, 3, 6, 10, 11) and found.ends[-1] == len(text[:50].encode())
 
 
@@ -243,12 +245,12 @@ def test_a_text_may_have_more_tokens_than_characters(tmp_path):
     tokenizer = Tokenizer(BPE(vocab, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "bytes")
-    (found,) = perplexity.read([tmp_path / "a.txt"], str(tmp_path / "bytes"), None, 120, 1)
+    (found,) = load_texts([tmp_path / "a.txt"], str(tmp_path / "bytes"), None, 120, 1)
     assert len(found.tokens) == 120 and found.ends[::3] == tuple(range(3, 121, 3))
 
 
 def test_a_mark_after_the_text_takes_no_bytes():
-    assert perplexity._ends("aé漢", [(0, 0), (0, 1), (1, 3), (0, 0)]) == (0, 1, 6, 6)
+    assert texts_module._byte_ends("aé漢", [(0, 0), (0, 1), (1, 3), (0, 0)]) == (0, 1, 6, 6)
 
 
 def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
@@ -259,14 +261,14 @@ def test_a_cell_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("no room\nfor it")
         return measure(model, recipe, text, edges)
 
-    monkeypatch.setattr(perplexity, "cell", short_of_room)
+    monkeypatch.setattr(perplexity, "measure_text", short_of_room)
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
     data = json.loads(results.read_text())
     assert len(data["cells"]) == 3 * 3 - 2 and [row["texts"] for row in data["rows"]] == [3, 1, 3]
-    assert perplexity.failures(results, RECIPES) == [f"{RECIPES[1]}: out of memory: no room"] * 2
-    assert perplexity.failures(results, ["plain"]) == []
+    assert list_failures(results, RECIPES) == [f"{RECIPES[1]}: out of memory: no room"] * 2
+    assert list_failures(results, ["plain"]) == []
     monkeypatch.undo()
-    assert perplexity.failures(measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path), RECIPES) == []
+    assert list_failures(measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path), RECIPES) == []
     assert len(json.loads(results.read_text())["cells"]) == 3 * 3
 
 
@@ -283,7 +285,7 @@ def test_the_command_says_what_failed(tmp_path, monkeypatch):
             raise RuntimeError("broken")
         return measure(model, recipe, text, edges)
 
-    monkeypatch.setattr(perplexity, "cell", breaks)
+    monkeypatch.setattr(perplexity, "measure_text", breaks)
     result = CliRunner().invoke(app, [*words, "--recipe", "plain", "--recipe", "infoscale"])
     assert result.exit_code == 1 and "2 cells failed" in result.stderr
     assert result.stderr.count("infoscale: broken") == 1
@@ -292,7 +294,7 @@ def test_the_command_says_what_failed(tmp_path, monkeypatch):
 
 
 def test_texts_are_looked_at_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(perplexity, "load", None)
+    monkeypatch.setattr(loading, "load_on_device", None)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
     for words in ("perplexity --recipe plain --edges 0,8", "calibrate --length 8"):
         command, *options = words.split()

@@ -28,7 +28,8 @@ from isentrope.evaluation.retrieval import (
     score_answer,
 )
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
-from isentrope.report.figures import retrieval as report
+from isentrope.report.figures.retrieval import draw_heatmaps
+from isentrope.report.tables.retrieval import build_retrieval_table
 from tests.fixtures.models import llama
 from tests.fixtures.needles import FILLED, made, solved
 
@@ -121,15 +122,15 @@ def test_a_chat_prompt(merges):
 def test_tokenizers_that_cannot_say_it(letters):
     without_digits = make_causal_tokenizer(build_character_tokenizer([re.sub(r"\d", "", FILLER)]))
     with pytest.raises(ValueError, match="expected it to spell"):
-        PromptFormat.from_tokenizer(without_digits).prompt(made("passkey"))
+        PromptFormat.from_tokenizer(without_digits).build_prompt(made("passkey"))
 
     class Joins(PromptFormat):
-        def tokens(self, text):
+        def tokenize(self, text):
             asks = text.endswith("number")
-            return super().tokens(text)[: -1 if asks else None] + ((1,) if asks else ())
+            return super().tokenize(text)[: -1 if asks else None] + ((1,) if asks else ())
 
     with pytest.raises(ValueError, match="same tokens when its answer follows"):
-        Joins(letters, False).prompt(made("passkey"))
+        Joins(letters, False).build_prompt(made("passkey"))
 
 
 def test_what_is_found_in_a_reply():
@@ -150,7 +151,7 @@ def test_what_is_found_in_a_reply():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_forced_and_generated_agree(recipe, letters):
-    model, prompt = tiny(letters), PromptFormat.from_tokenizer(letters).prompt(made("passkey", length=400))
+    model, prompt = tiny(letters), PromptFormat.from_tokenizer(letters).build_prompt(made("passkey", length=400))
     ids = torch.tensor([prompt.tokens])
     with under_recipe(model, recipe), torch.inference_mode():
         said = ids
@@ -168,7 +169,7 @@ def test_forced_and_generated_agree(recipe, letters):
 
 def test_generation_is_greedy_whatever_the_model_prefers(letters):
     prompt, plain, liking = (
-        PromptFormat.from_tokenizer(letters).prompt(made("passkey", length=400)),
+        PromptFormat.from_tokenizer(letters).build_prompt(made("passkey", length=400)),
         tiny(letters),
         tiny(letters),
     )
@@ -190,7 +191,7 @@ def test_hits_and_shares(kept, letters, tmp_path):
     config = RetrievalConfig(("plain",), ("needle", "multivalue"), (800,), (0, 100), 2)
     results = measure_retrieval(model, "oracle", PromptFormat.from_tokenizer(letters), FILLED, config, tmp_path)
     rows = {row["task"]: row for row in json.loads(results.read_text())["rows"]}
-    assert list_failures(results, config) == []
+    assert list_failures(results, config.recipes, config.cells) == []
     assert rows["needle"]["hits"] == (4 if kept else 0) and rows["needle"]["count"] == 4
     assert rows["needle"]["share"] == (1 if kept else 0)
     assert rows["multivalue"]["hits"] == (2 if kept == MULTIVALUE_NEEDLES else 0)
@@ -217,7 +218,7 @@ def test_what_is_kept_of_a_cell(letters, tmp_path):
     )
     data = json.loads(results.read_text())
     assert (
-        not list_failures(results, small(lengths=(600,)))
+        not list_failures(results, small(lengths=(600,)).recipes, small(lengths=(600,)).cells)
         and len(data["cells"]) == 2 * (2 + 1)
         and len(data["rows"]) == 4
     )
@@ -236,7 +237,7 @@ def test_what_is_kept_of_a_cell(letters, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(letters, tmp_path, monkeypatch):
-    real, asked, last = retrieval._cell, [], 5
+    real, asked, last = retrieval._measure_cell, [], 5
 
     def counted(*args):
         asked.append(args[2:4])
@@ -244,7 +245,7 @@ def test_an_interrupted_run_goes_on(letters, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(retrieval, "_cell", counted)
+    monkeypatch.setattr(retrieval, "_measure_cell", counted)
 
     def measured(config, out=tmp_path):
         return json.loads(
@@ -308,22 +309,22 @@ def test_a_cell_that_fails_is_told_and_tried_again(letters, tmp_path, monkeypatc
             raise torch.OutOfMemoryError("no room\nat all")
         return real(model, prompt)
 
-    monkeypatch.setattr(retrieval, "forced", tight)
+    monkeypatch.setattr(retrieval, "score_answer", tight)
     results = measure_retrieval(
         model, "tiny", PromptFormat.from_tokenizer(letters), FILLED, small(score="forced"), tmp_path
     )
     data = json.loads(results.read_text())
     wrong = [cell for cell in data["cells"] if cell["failed"]]
-    lost = list_failures(results, small(score="forced"))
+    lost = list_failures(results, small(score="forced").recipes, small(score="forced").cells)
     assert len(lost) == len(wrong) == 3 and all(words.endswith(": out of memory: no room") for words in lost)
     assert {cell["failed"] for cell in wrong} == {"out of memory: no room"}
     assert {(cell["recipe"], cell["length"]) for cell in wrong} == {(RECIPES[1], 700)}
     assert all(cell["likeliest"] is None and cell["count"] == 0 for cell in wrong) and len(data["cells"]) == 12
-    assert any("failed" in str(column._cells) for column in report.table(results).columns)
-    assert report.heatmaps(results)
-    monkeypatch.setattr(retrieval, "forced", real)
+    assert any("failed" in str(column._cells) for column in build_retrieval_table(results).columns)
+    assert draw_heatmaps(results)
+    monkeypatch.setattr(retrieval, "score_answer", real)
     measure_retrieval(model, "tiny", PromptFormat.from_tokenizer(letters), FILLED, small(score="forced"), tmp_path)
-    assert list_failures(results, small(score="forced")) == []
+    assert list_failures(results, small(score="forced").recipes, small(score="forced").cells) == []
 
 
 def test_numbers_that_are_none_and_positions_that_end(letters, tmp_path):
@@ -331,11 +332,14 @@ def test_numbers_that_are_none_and_positions_that_end(letters, tmp_path):
     model = tiny(letters)
     model.lm_head.weight = torch.nn.Parameter(torch.full_like(model.lm_head.weight, torch.nan))
     results = measure_retrieval(model, "tiny", PromptFormat.from_tokenizer(letters), FILLED, config, tmp_path / "nan")
-    assert len(list_failures(results, config)) == 1
+    assert len(list_failures(results, config.recipes, config.cells)) == 1
     sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     ended = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), bos_token_id=None, eos_token_id=None, **sizes))
     results = measure_retrieval(ended, "tiny", PromptFormat.from_tokenizer(letters), FILLED, config, tmp_path / "end")
-    assert len(list_failures(results, config)) == 1 and "index" in json.loads(results.read_text())["cells"][0]["failed"]
+    assert (
+        len(list_failures(results, config.recipes, config.cells)) == 1
+        and "index" in json.loads(results.read_text())["cells"][0]["failed"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -387,7 +391,7 @@ def test_the_command(letters, tmp_path, monkeypatch):
     def breaks(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(retrieval, "forced", breaks)
+    monkeypatch.setattr(retrieval, "score_answer", breaks)
     broken = CliRunner().invoke(app, [*words.split()[:-1], str(tmp_path / "broken")])
     assert broken.exit_code == 1 and "6 cells failed" in broken.output
     refused = CliRunner().invoke(app, [*words.split(), "--tasks", "passkeys"])

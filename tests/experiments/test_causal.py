@@ -65,7 +65,7 @@ def test_what_was_found_again_is_beside_it(run, tmp_path):
     results = folder / "out" / "small" / "perplexity.json"
     (tmp_path / "perplexity.json").write_text(results.read_text())
     shown = Console(width=140, file=StringIO())
-    shown.print(leaderboard.table(tmp_path))
+    shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "passkey 96" in shown.file.getvalue() and "25 %" in shown.file.getvalue()
 
 

@@ -13,5 +13,5 @@ from tests.fixtures.study import study
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = study(tmp_path_factory.mktemp("study"))
-    page.report(folder)
+    page.write_report(folder)
     return folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isentrope.report.claims import judge, said
+from isentrope.report.claims import evaluate_claims, format_verdict
 from isentrope.report.html import summary as words
 from isentrope.report.load import Row
 from tests.fixtures.study import ROWS, cell, claim, small
@@ -36,8 +36,8 @@ def test_claims_of_better(tmp_path: Path, this: str, than: list[str], metric: st
     found.append(cell("A", "failed", 128, failed="out of memory"))
     told = claim("…", ("A", this), *(("A", other) for other in than), metric=metric, length=128)
     rows = [("A", variant) for variant in (*losses, "failed")]
-    judged = judge(small(tmp_path, found, rows, claims=[told]))[0]
-    assert said(judged) == verdict
+    judged = evaluate_claims(small(tmp_path, found, rows, claims=[told]))[0]
+    assert format_verdict(judged) == verdict
     assert ("out of memory" in judged["words"]) == ("failed" in (this, *than))
     assert [number["variant"] for number in judged["numbers"]] == list(dict.fromkeys([this, *than]))
 
@@ -65,7 +65,7 @@ def test_claims_of_growth(tmp_path: Path, best: list[int | None], verdict: str) 
         "lengths": lengths,
     }
     rows = [(method, "C.S.") for method in methods]
-    assert said(judge(small(tmp_path, found, rows, claims=[grows], lengths=lengths))[0]) == verdict
+    assert format_verdict(evaluate_claims(small(tmp_path, found, rows, claims=[grows], lengths=lengths))[0]) == verdict
 
 
 def test_a_shift_of_the_best_may_lie_within_the_intervals(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_shift_of_the_best_may_lie_within_the_intervals(tmp_path: Path) -> Non
     ]  # fmt: skip
     grows = {"text": "…", "kind": "best_grows", "metric": "ppl", "methods": ["8", "16"], "variant": "C.S."}
     rows = [("8", "C.S."), ("16", "C.S.")]
-    judged = judge(small(tmp_path, found, rows, claims=[grows | {"lengths": [128, 256]}]))[0]
+    judged = evaluate_claims(small(tmp_path, found, rows, claims=[grows | {"lengths": [128, 256]}]))[0]
     assert (
-        said(judged) == "holds, within the intervals"
+        format_verdict(judged) == "holds, within the intervals"
         and judged["words"] == "best PPL: 8 at 128 (2.72), 16 at 256 (2.72)"
     )
 
@@ -113,7 +113,7 @@ def test_the_summary_says_what_the_numbers_say(tmp_path: Path) -> None:
         for length in (128, 256)
     ]  # fmt: skip
     first = small(tmp_path, found, rows, claims=[claim("…", ("A", "I.S."), ("A", "plain"), length=256)])
-    told = words.summary(first, judge(first))
+    told = words.summarize_grid(first, evaluate_claims(first))
     assert told[0].startswith("Best at 256 tokens, 4 times the training length, is A w/ I.S. with ACC 0.908 (")
     assert told[1].startswith(
         "InfoScale changes ACC at 256 tokens by −0.009 on average over 2 methods (better for 1 of 2"

@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.report.figures.curves import curves
-from isentrope.report.html import fragments as pieces
-from isentrope.report.html import page
+from isentrope.report.figures.curves import draw_curves
+from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 
 
@@ -45,7 +44,7 @@ class Wellformed(HTMLParser):
 
 
 def test_the_page_is_wellformed_and_fetches_nothing(made: Path) -> None:
-    text = page.page(made).read_text(encoding="utf-8")
+    text = page.write_page(made).read_text(encoding="utf-8")
     parser = Wellformed()
     parser.feed(text)
     assert parser.open == [] and parser.fetched == [] and len(parser.ids) == len(set(parser.ids))
@@ -58,8 +57,8 @@ def test_the_page_is_wellformed_and_fetches_nothing(made: Path) -> None:
 
 def test_heavy_figures_are_shown_as_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study(tmp_path)
-    monkeypatch.setattr(pieces, "HEAVY", 10)
-    text = page.page(tmp_path).read_text(encoding="utf-8")
+    monkeypatch.setattr(fragments, "MAX_SVG_BYTES", 10)
+    text = page.write_page(tmp_path).read_text(encoding="utf-8")
     assert text.count("data:image/png") == 2 and "ACC against length" in text
 
 
@@ -70,7 +69,7 @@ def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_co
     """Only the last method has C.S., and the last two of five panels stand in a line of three."""
     rows = [(method, variant) for method in methods for variant in labels[: 3 if method == "E" else 2]]
     small(tmp_path, [cell(*row, length, 1.0) for row in rows for length in (128, 256)], rows)
-    curves(tmp_path)
+    draw_curves(tmp_path)
     for name in ("acc", "ppl"):
         text = (tmp_path / "figures" / f"{name}.svg").read_text(encoding="utf-8")
         assert [text.count(f"<!-- {label} -->") for label in labels] == [1] * len(labels)
@@ -82,7 +81,7 @@ def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_co
 def test_many_claims_are_folded_by_verdict(tmp_path: Path) -> None:
     told = [claim(f"claim {i}", ("Windowed", "both"), ("PI", "plain")) for i in range(9)]
     write(tmp_path, plan(claims=told), cells((0,)))
-    text = page.page(tmp_path).read_text(encoding="utf-8")
+    text = page.write_page(tmp_path).read_text(encoding="utf-8")
     assert "<summary>9 of 9: holds</summary>" in text
 
 
@@ -105,10 +104,10 @@ def test_the_command(made: Path) -> None:
 
 
 def test_the_same_results_give_the_same_files(made: Path) -> None:
-    page.report(made)
+    page.write_report(made)
     files = ("report.html", "main/table.md", "main/table.tex", "main/claims.json", "main/beside.md", "main/beside.svg")
     before = [(made / name).read_bytes() for name in files]
-    page.report(made)
+    page.write_report(made)
     assert [(made / name).read_bytes() for name in files] == before
 
 

@@ -46,7 +46,7 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(page.report(study(tmp_path_factory.mktemp("study")))["report"])
+    return Path(page.write_report(study(tmp_path_factory.mktemp("study")))["report"])
 
 
 def opened(path: Path, script: str, width: int = 1280, around: str | None = None) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from isentrope.experiments.plan import load_plan, plan_names
-from isentrope.report.claims import judge
+from isentrope.report.claims import evaluate_claims
 from isentrope.report.html import page
-from isentrope.report.load import Row, read
+from isentrope.report.load import Row, load_plans
 from isentrope.report.tables import grid
-from isentrope.report.tables.published import beside, step, tables
+from isentrope.report.tables.published import compare_with_paper, direction_of_change, load_published_tables
 from tests.fixtures.study import cell, claim, small
 
 
@@ -21,12 +21,12 @@ def test_the_papers_tables_are_complete_under_the_names_of_the_plans() -> None:
         "table 4.2.3": 36, "table 4.2.1": 18, "table 4.2.2": 18, "table 9.7": 9, "table 4.5": 4, "table 4.2.4-1": 2,
         "table 4.2.4-2": 2, "table 4.3.2": 8,
     }  # fmt: skip
-    assert {label: len(table.values) for label, table in tables().items()} == {
+    assert {label: len(table.values) for label, table in load_published_tables().items()} == {
         label: rows * 6 * 2 for label, rows in sizes.items()
     }
     plans = {found.label: found for found in map(load_plan, plan_names()) if found.label}
     assert plans.keys() == sizes.keys()
-    for label, table in tables().items():
+    for label, table in load_published_tables().items():
         rows, lengths, _ = (set(found) for found in zip(*table.values, strict=True))
         assert rows <= {Row(row.method, row.variant) for row in plans[label].rows}
         assert lengths == {*plans[label].lengths}
@@ -47,7 +47,7 @@ def test_the_papers_tables_are_complete_under_the_names_of_the_plans() -> None:
     ],
 )  # fmt: skip
 def test_the_papers_numbers(label: str, row: tuple[str, str], length: int, ppl: float | str, acc: float | str) -> None:
-    values = tables()[label].values
+    values = load_published_tables()[label].values
     assert (values[Row(*row), length, "ppl"], values[Row(*row), length, "acc"]) == (ppl, acc)
 
 
@@ -57,7 +57,7 @@ def test_the_papers_numbers(label: str, row: tuple[str, str], length: int, ppl: 
      (499.79, ">500", 1), (">500", 499.79, -1), (">500", ">500", None)],
 )  # fmt: skip
 def test_which_way_a_printed_number_goes(before: float | str, after: float | str, way: int | None) -> None:
-    assert step(before, after) == way
+    assert direction_of_change(before, after) == way
 
 
 def ablation(folder: Path, **changes: Any) -> Any:
@@ -70,46 +70,48 @@ def ablation(folder: Path, **changes: Any) -> Any:
 
 def test_numbers_beside_the_paper(tmp_path: Path) -> None:
     first = ablation(tmp_path, title="A | B")
-    found = beside(first)
+    found = compare_with_paper(first)
     assert found is not None and found.lengths == [2048, 4096] and len(found.rows) == 4
-    labels = grid.sheet(first).labels
-    assert found.numbers("acc", labels)[1:] == [
+    labels = grid.format_grid(first).labels
+    assert found.number_rows("acc", labels)[1:] == [
         ["GAU-α", "0.10 / 0.58", "<0.1 / 0.58"], ["GAU-α w/ C.S.", "0.43 / 0.79", "0.32 / 0.79"],
         ["GAU-α w/ I.S.", "0.23 / 0.40", "<0.1 / 0.40"], ["GAU-α w/ C.S., I.S.", "0.44 / –", "0.34 / –"],
     ]  # fmt: skip
     # what is not measured here and what the paper's digits do not show is not counted
     for metric in ("acc", "ppl"):
-        assert found.counts(metric)[1:] == [
+        assert found.agreement_rows(metric)[1:] == [
             ["methods, C.S. against plain", "1 of 1", "1 of 1"], ["methods, I.S. against plain", "0 of 1", ""],
             ["methods, both against plain", "", ""],
         ]  # fmt: skip
-    said_of = "ACC at 4096 tokens goes the same way as in the paper's table 4.5 for 1 of 1 methods, C.S. against plain."
-    assert found.sentence() == said_of
-    text = grid.beside_markdown(found, labels)
-    assert r"## A \| B, beside the paper" in text and said_of in text and text.count("|:--|--:|--:|") == 4
+    said_of = "ACC at 4096 tokens changes as in the paper's table 4.5 for 1 of 1 methods, C.S. against plain."
+    assert found.summarize() == said_of
+    text = grid.render_comparison(found, labels)
+    assert r"## A \| B: comparison with the paper" in text and said_of in text and text.count("|:--|--:|--:|") == 4
     assert "| GAU-α | &lt;0.1 / " not in text and "| GAU-α | 0.10 / 0.58 | &lt;0.1 / 0.58 |" in text
-    written = {path.name for path in grid.write(tmp_path)}
+    written = {path.name for path in grid.write_tables(tmp_path)}
     assert {"beside.md", "beside.png", "beside.svg"} <= written
     assert "](beside.png)" in (tmp_path / "beside.md").read_text(encoding="utf-8")
-    shown = page.page(tmp_path).read_text(encoding="utf-8")
-    assert "<h3>Beside the paper</h3>" in shown and shown.count("<img") == 1 and "<td>0.43 / 0.79</td>" in shown
+    shown = page.write_page(tmp_path).read_text(encoding="utf-8")
+    assert (
+        "<h3>Comparison with the paper</h3>" in shown and shown.count("<img") == 1 and "<td>0.43 / 0.79</td>" in shown
+    )
     assert "An open marker at 0.05 stands for the paper&#x27;s &lt;0.1." in shown
 
 
 def test_methods_are_compared_with_each_other_where_each_has_one_row(made: Path) -> None:
-    found = beside(read(made / "cosscale-sweep")[0].grids[0])
-    assert found is not None and found.counts("acc")[1] == [
+    found = compare_with_paper(load_plans(made / "cosscale-sweep")[0].grids[0])
+    assert found is not None and found.agreement_rows("acc")[1] == [
         "pairs of methods", "9 of 14", "9 of 12", "12 of 14", "15 of 15", "12 of 12", "11 of 12",
     ]  # fmt: skip
 
 
 def test_a_plan_that_is_no_table_of_the_paper_has_nothing_beside_it(tmp_path: Path) -> None:
-    assert beside(ablation(tmp_path / "unlabelled", label="")) is None
-    assert beside(ablation(tmp_path / "other", label="table 4.2.3")) is None
-    assert beside(ablation(tmp_path / "short", lengths=[64])) is None
-    page.report(tmp_path)
+    assert compare_with_paper(ablation(tmp_path / "unlabelled", label="")) is None
+    assert compare_with_paper(ablation(tmp_path / "other", label="table 4.2.3")) is None
+    assert compare_with_paper(ablation(tmp_path / "short", lengths=[64])) is None
+    page.write_report(tmp_path)
     assert not list(tmp_path.rglob("beside.*"))
-    assert "Beside the paper" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Comparison with the paper" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -128,23 +130,23 @@ def test_claims_have_the_papers_numbers_beside_them(
     tmp_path: Path, this: str, than: list[str], metric: str, source: str, verdict: str, told: str
 ) -> None:
     text = claim("…", ("GAU-α", this), *(("GAU-α", other) for other in than), metric=metric) | {"source": source}
-    found = judge(ablation(tmp_path, claims=[text]))[0]
+    found = evaluate_claims(ablation(tmp_path, claims=[text]))[0]
     paper = found["paper"]
     assert (paper["source"], paper["verdict"]) == ("table 4.5", verdict) and paper["words"].startswith(told)
     assert ("interval of the difference" in found["words"]) == ("here" in told)
     assert [number["variant"] for number in paper["numbers"]] == [*than, this]
-    assert told.replace(">", "&gt;").replace("<", "&lt;") in page.page(tmp_path).read_text(encoding="utf-8")
+    assert told.replace(">", "&gt;").replace("<", "&lt;") in page.write_page(tmp_path).read_text(encoding="utf-8")
 
 
 def test_claims_find_the_table_they_name_or_none(tmp_path: Path) -> None:
     named = claim("…", ("GAU-α", "C.S."), ("GAU-α", "plain")) | {"source": "table 4.5"}
     without = claim("…", ("GAU-α", "C.S."), ("GAU-α", "plain"), length=64) | {"source": "table 4.5"}
-    found = judge(ablation(tmp_path, label="", claims=[named, without, named | {"source": ""}]))
+    found = evaluate_claims(ablation(tmp_path, label="", claims=[named, without, named | {"source": ""}]))
     assert found[0]["paper"]["source"] == "table 4.5" and [told["paper"] for told in found[1:]] == [None, None]
 
 
 def test_the_best_that_grows_in_the_paper(made: Path) -> None:
-    judged = judge(read(made / "cosscale-sweep")[0].grids[0])[0]
+    judged = evaluate_claims(load_plans(made / "cosscale-sweep")[0].grids[0])[0]
     assert judged["verdict"] == "holds" and judged["paper"]["verdict"] == "does not hold"
     assert judged["paper"]["words"] == (
         "paper, table 4.3.2: best ACC 32 at 128 (0.84), 256 at 1024 (0.69), 128 at 4096 (0.32) (does not hold)"

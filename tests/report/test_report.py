@@ -11,28 +11,30 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from isentrope.report.claims import judge
+from isentrope.report.claims import evaluate_claims
 from isentrope.report.html import page
 from isentrope.report.html import summary as words
-from isentrope.report.load import Row, read
+from isentrope.report.load import Row, load_plans
 from isentrope.report.tables import grid
-from isentrope.report.tables.numbers import number
+from isentrope.report.tables.numbers import format_number
 from tests.fixtures.study import ROWS, cell, plan, small, write
 
 
 def test_plans_are_found_in_a_folder_and_in_its_subfolders(made: Path) -> None:
-    assert [found.name for found in read(made)] == ["cosscale-sweep", "main"]
-    assert [found.name for found in read(made / "main")] == ["main"]
+    assert [found.name for found in load_plans(made)] == ["cosscale-sweep", "main"]
+    assert [found.name for found in load_plans(made / "main")] == ["main"]
 
 
 def test_protocols_never_meet(tmp_path: Path) -> None:
     found = [cell("A", "plain", 128, 1.0), cell("A", "plain", 128, 3.0, protocol="random")]
     write(tmp_path, plan(rows=[{"method": "A", "variant": "plain"}], lengths=[128]), found)
-    single, at_once = read(tmp_path)[0].grids
+    single, at_once = load_plans(tmp_path)[0].grids
     assert single.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
     assert at_once.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(3))
-    assert "one token masked at a time" in grid.caption(single) and "15 % masked at once" in grid.caption(at_once)
-    texts = grid.markdown(grid.sheet(single)), grid.markdown(grid.sheet(at_once))
+    assert "one token masked at a time" in grid.write_caption(single) and "15 % masked at once" in grid.write_caption(
+        at_once
+    )
+    texts = grid.render_markdown(grid.format_grid(single)), grid.render_markdown(grid.format_grid(at_once))
     assert "2.72" in texts[0] and "20.09" not in texts[0] and "2.72" not in texts[1]
 
 
@@ -49,9 +51,9 @@ def test_seeds_are_averaged_and_failures_left_out(tmp_path: Path) -> None:
     assert (value.low, value.high) == (pytest.approx(exp(0.94)), pytest.approx(exp(2.12)))
     assert first.value(Row("A", "plain"), 256, "acc").seeds == 1
     assert first.value(Row("A", "C.S."), 128, "ppl") is None
-    sheet = grid.sheet(first)
-    assert sheet.entries[Row("A", "C.S."), 128, "ppl"].text == grid.FAILED
-    assert sheet.entries[Row("A", "both"), 128, "ppl"].text == grid.ABSENT
+    sheet = grid.format_grid(first)
+    assert sheet.cells[Row("A", "C.S."), 128, "ppl"].text == grid.FAILED_TEXT
+    assert sheet.cells[Row("A", "both"), 128, "ppl"].text == grid.MISSING_TEXT
     assert sheet.notes == [
         "– A at 256, seed 1 alone: failed, out of memory: 80 GiB",
         "– A w/ C.S. at 128, seed 0 alone: failed, diverged",
@@ -65,8 +67,8 @@ def test_the_later_line_of_a_cell_counts_and_strays_are_named(tmp_path: Path) ->
     found = [cell("A", "plain", 128, failed="killed"), cell("A", "plain", 128, 1.0), cell("B", "plain", 128, 1.0)]
     first = small(tmp_path, found)
     assert first.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
-    assert any("1 measured cells belong to no row" in note for note in grid.notes(first))
-    assert len(grid.comma_separated(first.plan).splitlines()) == 4
+    assert any("1 measured cells belong to no row" in note for note in grid.list_notes(first))
+    assert len(grid.render_csv(first.plan).splitlines()) == 4
 
 
 def test_best_and_second_by_measured_numbers_with_ties(tmp_path: Path) -> None:
@@ -89,22 +91,22 @@ def test_best_and_second_by_measured_numbers_with_ties(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_numbers(x: float, metric: str, plain: str, capped: str) -> None:
-    assert number(x, metric) == plain and number(x, metric, cap=True) == capped
+    assert format_number(x, metric) == plain and format_number(x, metric, cap=True) == capped
 
 
 def test_beyond_the_cap_none_is_singled_out(tmp_path: Path) -> None:
     first = small(tmp_path, [cell("A", "plain", 128, 7.0), cell("A", "C.S.", 128, 8.0)])
-    assert {entry.rank for entry in grid.sheet(first, cap=True).entries.values()} == {0}
-    assert {entry.rank for entry in grid.sheet(first).entries.values()} == {0, 1, 2}
+    assert {entry.rank for entry in grid.format_grid(first, cap=True).cells.values()} == {0}
+    assert {entry.rank for entry in grid.format_grid(first).cells.values()} == {0, 1, 2}
 
 
 def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
-    main = read(made / "main")[0].grids[0]
-    text = grid.markdown(grid.sheet(main, cap=True))
+    main = load_plans(made / "main")[0].grids[0]
+    text = grid.render_markdown(grid.format_grid(main, cap=True))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 36 and {line.count("|") for line in lines} == {14}
     assert "| ReRoPE w/ C.S., I.S. |" in text and "&gt;500" in text and "**" in text and "<u>" in text
-    tex = grid.latex(grid.sheet(main, cap=True))
+    tex = grid.render_latex(grid.format_grid(main, cap=True))
     assert tex.count(r"\midrule") == 9 and r"\label{table 4.2.3}" in tex and "$>$500" in tex and r"GAU-$\alpha$" in tex
     body = tex[tex.index(r"\midrule") : tex.index(r"\bottomrule")]
     assert {line.count("&") for line in body.splitlines() if line != r"\midrule"} == {12}
@@ -116,15 +118,15 @@ def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
 
 
 def test_rows_that_share_a_variant_are_named_by_their_method(made: Path) -> None:
-    sheet = grid.sheet(read(made / "cosscale-sweep")[0].grids[0])
+    sheet = grid.format_grid(load_plans(made / "cosscale-sweep")[0].grids[0])
     assert list(sheet.labels.values()) == ["8", "16", "32", "64", "128", "256"]
-    assert sheet.caption.endswith("All with C.S.") and r"\midrule" in grid.latex(sheet)
+    assert sheet.caption.endswith("All with C.S.") and r"\midrule" in grid.render_latex(sheet)
 
 
 def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
-    found = read(made / "main")[0]
-    rows = list(csv.DictReader(io.StringIO(grid.comma_separated(found))))
-    assert len(rows) == len(found.cells) and tuple(rows[0]) == grid.COLUMNS
+    found = load_plans(made / "main")[0]
+    rows = list(csv.DictReader(io.StringIO(grid.render_csv(found))))
+    assert len(rows) == len(found.cells) and tuple(rows[0]) == grid.CSV_COLUMNS
     for row, told in zip(rows, found.cells, strict=True):
         assert row["ppl"] == ("" if told["ppl"] is None else repr(told["ppl"]))
         assert row["protocol"] == told["protocol"] and row["seconds"] == "1.5"
@@ -134,35 +136,35 @@ def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
 def test_names_with_markup_survive_every_format(tmp_path: Path) -> None:
     name = "<b>R&D_1|x</b> [bold]é漢{50%}$"
     first = small(tmp_path, [cell(name, "plain", 128, 1.0)], [(name, "plain"), (name, "<i>")], title=name)
-    sheet = grid.sheet(first)
-    assert "&lt;b&gt;R&amp;D\\_1\\|x&lt;/b&gt;" in grid.markdown(sheet)
-    assert r"$<$b$>$R\&D\_1|x$<$/b$>$ [bold]é漢\{50\%\}\$" in grid.latex(sheet)
+    sheet = grid.format_grid(first)
+    assert "&lt;b&gt;R&amp;D\\_1\\|x&lt;/b&gt;" in grid.render_markdown(sheet)
+    assert r"$<$b$>$R\&D\_1|x$<$/b$>$ [bold]é漢\{50\%\}\$" in grid.render_latex(sheet)
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(grid.terminal(tmp_path))
+    console.print(grid.render_terminal(tmp_path))
     assert f"{name}: PPL" in console.export_text()
-    assert next(csv.DictReader(io.StringIO(grid.comma_separated(first.plan))))["method"] == name
-    text = page.page(tmp_path).read_text(encoding="utf-8")
+    assert next(csv.DictReader(io.StringIO(grid.render_csv(first.plan))))["method"] == name
+    text = page.write_page(tmp_path).read_text(encoding="utf-8")
     assert "<b>R&D" not in text and "<i>" not in text and "&lt;b&gt;R&amp;D_1|x&lt;/b&gt;" in text
 
 
 def test_a_plan_of_which_nothing_is_measured(tmp_path: Path) -> None:
     write(tmp_path, plan(), [])
     (tmp_path / "results.jsonl").unlink()
-    first = read(tmp_path)[0].grids[0]
-    assert words.summary(first, judge(first))[:2] == [
+    first = load_plans(tmp_path)[0].grids[0]
+    assert words.summarize_grid(first, evaluate_claims(first))[:2] == [
         "Nothing is measured yet.",
         "0 of 4 claims hold, 4 are not measured.",
     ]
-    assert page.report(tmp_path)["plans"][0]["claims"][0]["verdict"] == "not measured"
+    assert page.write_report(tmp_path)["plans"][0]["claims"][0]["verdict"] == "not measured"
 
 
 def test_numbers_that_are_none_and_bare_plans(tmp_path: Path) -> None:
     broken = cell("A", "plain", 128, 1.0) | {"ppl": nan, "acc": nan}
     first = small(tmp_path, [broken, cell("A", "C.S.", 128, 1.0) | {"ppl": inf, "ppl_low": None, "ppl_high": None}])
-    assert first.failed(Row("A", "plain"), 128) == {0: "not a number"}
-    assert grid.sheet(first).entries[Row("A", "C.S."), 128, "ppl"].text == "∞"
-    page.report(tmp_path)
+    assert first.failures(Row("A", "plain"), 128) == {0: "not a number"}
+    assert grid.format_grid(first).cells[Row("A", "C.S."), 128, "ppl"].text == "∞"
+    page.write_report(tmp_path)
     bare = {"name": "dataset", "lengths": [], "protocol": "single", "rows": []}
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "plan.json").write_text(json.dumps(bare))
-    assert "dataset" in page.page(tmp_path / "bare").read_text(encoding="utf-8")
+    assert "dataset" in page.write_page(tmp_path / "bare").read_text(encoding="utf-8")

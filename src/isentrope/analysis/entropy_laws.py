@@ -1,4 +1,4 @@
-"""What each temperature law does to attention entropy as n grows: measured on random unit vectors, and in theory.
+"""Attention entropy under each temperature law as n grows: measured on random unit vectors, and in theory.
 
 Queries and keys are uniform on the unit sphere in R^d, scores are α cos θ, and every query sees all n keys. Laws
 are taken without their clamp, so that the bare formula shows at every length.
@@ -39,18 +39,24 @@ from isentrope.temperatures import Temperature
 from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import track_progress
 
-RESULTS = "laws.json"
-# sets of keys the queries are spread over, one in memory at a time
-HEADS = 2
+RESULTS_FILE = "laws.json"
+# that the queries are spread over, one in memory at a time
+KEY_SETS = 2
 # relative variance of the softmax sum below which the theory was within 0.2 nats of every measurement
-SETTLED = 0.1
+MAX_SETTLED_VARIANCE = 0.1
 
 
 @dataclass(frozen=True)
-class Config:
-    """train_length: where τ = 1 for the laws that know it. alpha: the score is alpha cos θ, of vectors in R^head_dim.
+class EntropyLawsConfig:
+    """What is measured.
 
-    Lengths double from train_length up to longest; at each, `queries` queries are measured.
+    Args:
+        train_length: the length where τ = 1, for the laws that depend on it, and the shortest one measured.
+        head_dim: of queries and keys.
+        alpha: the score is alpha cos θ.
+        longest: the last length; they double up to there.
+        queries: measured at each length.
+        seed: of the random vectors.
     """
 
     train_length: int = 64
@@ -61,11 +67,11 @@ class Config:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("train_length", self.train_length, 4)
-        _at_least("head_dim", self.head_dim, 3)
-        _at_least("longest", self.longest, self.train_length + 1, "more than train_length")
-        _at_least("queries", self.queries, 2)
-        _at_least("seed", self.seed, 0)
+        _check_at_least("train_length", self.train_length, 4)
+        _check_at_least("head_dim", self.head_dim, 3)
+        _check_at_least("longest", self.longest, self.train_length + 1, "more than train_length")
+        _check_at_least("queries", self.queries, 2)
+        _check_at_least("seed", self.seed, 0)
         if self.head_dim > theory.MAX_DIMENSION:
             raise ValueError(f"head_dim: expected at most {theory.MAX_DIMENSION}, got {self.head_dim}")
         # below 1 attention is uniform to within 1/d nats, and there is no focus to keep
@@ -96,10 +102,10 @@ class Law:
     temperature: Temperature
 
 
-def laws(config: Config) -> tuple[Law, ...]:
-    """The laws compared. The last is no closed form but the root: the τ(n) under which the exact entropy stays."""
+def build_laws(config: EntropyLawsConfig) -> tuple[Law, ...]:
+    """Build the laws compared; the last has no closed form: it is the τ(n) under which the exact entropy stays."""
     n_tr, epsilon = config.train_length, config.train_entropy
-    kept = theory.invariant_scale(config.lengths, n_tr, config.alpha, config.head_dim)
+    invariant = theory.invariant_scale(config.lengths, n_tr, config.alpha, config.head_dim)
     return (
         Law("constant", "Constant", Constant(clamp=False)),
         Law("loglength", "LogLength", LogLength(clamp=False)),
@@ -109,18 +115,26 @@ def laws(config: Config) -> tuple[Law, ...]:
         Law("infoscale", "InfoScale ε=0", InfoScale(n_tr, clamp=False)),
         Law("infoscale_matched", f"InfoScale ε={epsilon:.2f}", InfoScale(n_tr, epsilon, clamp=False)),
         Law("exact_matched", f"InfoScaleExact ε={epsilon:.2f}", InfoScaleExact(n_tr, epsilon, clamp=False)),
-        Law("invariant", "theory's invariant τ", Fitted(tuple(config.lengths), tuple(kept.tolist()), clamp=False)),
+        Law("invariant", "theory's invariant τ", Fitted(tuple(config.lengths), tuple(invariant.tolist()), clamp=False)),
     )
 
 
-def run(config: Config, out: Path) -> Path:
-    """Compute every law at every length and write `laws.json` into the folder `out`; returns its path."""
+def measure_laws(config: EntropyLawsConfig, out: Path) -> Path:
+    """Measure every law at every length and write `laws.json`.
+
+    Args:
+        config: lengths, vectors and scores.
+        out: the folder for the file.
+
+    Returns:
+        The path of the file.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryFile(dir=out):
-        pass  # a folder that cannot be written is an error now, not after the work
-    compared = laws(config)
+        pass  # fail before the work if the folder cannot be written
+    compared = build_laws(config)
     lengths = track_progress(config.lengths, lambda n: f"n = {n:>6}", weights=config.lengths)
-    rows = [row for n in lengths for row in _rows(config, compared, n)]
+    rows = [row for n in lengths for row in _measure_length(config, compared, n)]
     results = {
         "study": "laws",
         "config": asdict(config),
@@ -136,14 +150,14 @@ def run(config: Config, out: Path) -> Path:
         },
         "rows": rows,
     }
-    with write_atomically(out / RESULTS) as file:
+    with write_atomically(out / RESULTS_FILE) as file:
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    return out / RESULTS
+    return out / RESULTS_FILE
 
 
-def _rows(config: Config, compared: tuple[Law, ...], n: int) -> Iterator[dict[str, Any]]:
+def _measure_length(config: EntropyLawsConfig, compared: tuple[Law, ...], n: int) -> Iterator[dict[str, Any]]:
     measured: dict[str, list[Tensor]] = {law.key: [] for law in compared}
-    for q, k in _draws(config, n):
+    for q, k in _draw_vectors(config, n):
         for law in compared:
             recipe = Recipe(score=Cosine(config.alpha), temperature=law.temperature)
             _, aux = attention(q, k, k, recipe, return_entropy=True)
@@ -158,19 +172,19 @@ def _rows(config: Config, compared: tuple[Law, ...], n: int) -> Iterator[dict[st
             "entropy": entropy.mean().item(),
             "standard_error": entropy.std().item() / sqrt(len(entropy)),
             "theory": float(theory.entropy(n, tau * config.alpha, config.head_dim)),
-            "settled": _variance(n, tau * config.alpha, config.head_dim) < SETTLED,
+            "settled": _relative_variance(n, tau * config.alpha, config.head_dim) < MAX_SETTLED_VARIANCE,
         }
 
 
-def _draws(config: Config, n: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Queries and keys in random directions: Gaussian, as the cosine score takes their lengths away.
+def _draw_vectors(config: EntropyLawsConfig, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draw queries and keys in random directions: Gaussian, since the cosine score normalises them.
 
-    The same for every law, and at a length whatever the other lengths are.
+    They are the same for every law, and at one length whatever the other lengths are.
     """
     stream = np.random.SeedSequence((config.seed, n)).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(stream[0]))
-    for head in range(HEADS):
-        queries = (config.queries + head) // HEADS
+    for head in range(KEY_SETS):
+        queries = (config.queries + head) // KEY_SETS
         if queries:
             yield (
                 torch.randn(1, 1, queries, config.head_dim, generator=generator),
@@ -178,15 +192,15 @@ def _draws(config: Config, n: int) -> Iterator[tuple[Tensor, Tensor]]:
             )
 
 
-def _variance(n: int, alpha: float, head_dim: int) -> float:
-    """Var Z / (E Z)² of a query's softmax sum Z = Σ_j e^{α cos θ_j}, at most e^300.
+def _relative_variance(n: int, alpha: float, head_dim: int) -> float:
+    """Compute Var Z / (E Z)² of a query's softmax sum Z = Σ_j e^{α cos θ_j}, at most e^300.
 
-    The theory puts E Z for Z (Assumption 1), so it holds where this is small.
+    The theory replaces Z by E Z (Assumption 1), so it holds where this is small.
     """
     once, twice = (float(theory.log_mean_exp(m * alpha, head_dim)) for m in (1, 2))
     return expm1(min(twice - 2 * once, 300)) / n
 
 
-def _at_least(name: str, value: int, least: int, meaning: str = "") -> None:
+def _check_at_least(name: str, value: int, least: int, meaning: str = "") -> None:
     if value < least:
         raise ValueError(f"{name}: expected {meaning or 'at least'} {least - bool(meaning)}, got {value}")

@@ -1,1 +1,1 @@
-"""Backends: how attention is computed. Each module has `refusal(calls)` and `attend(calls, need_lse)`."""
+"""Backends: how attention is computed. Each implements `protocol.Backend`; `isentrope.dispatch` chooses among them."""

@@ -9,32 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends import merge
-from isentrope.backends.merge import Kernel, Part
+from isentrope.backends.merge import MergedBackend, PartialOutput
 from isentrope.backends.product import narrow, product
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
 
-# scores held at once; larger chunks gain nothing on a CPU, whose caches they leave, and smaller ones starve a GPU
-SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}
+# larger chunks leave a CPU's caches, smaller ones starve a GPU
+MAX_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 29}
 
 
-def refusal(branches: list[FoldedBranch]) -> str | None:
-    return None
-
-
-def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
-    return merge.attend(KERNEL, branches)
-
-
-class Chunked(Kernel):
-    """One branch, a few query rows at a time, against only the keys those rows may see.
+class ChunkedBackend(MergedBackend):
+    """A few query rows of a branch at a time, against only the keys those rows may see.
 
     Query heads that share a key head are laid along the rows, so keys are never copied.
     """
 
-    def forward(self, branch: FoldedBranch) -> Part:
+    name = "chunked"
+
+    def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
         dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
@@ -45,9 +38,11 @@ class Chunked(Kernel):
             o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
-        return Part(out, lse)
+        return PartialOutput(out, lse)
 
-    def backward(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_branch(
+        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
@@ -64,9 +59,6 @@ class Chunked(Kernel):
             dk[:, :, columns] += product(ds.mT, q)
             dv[:, :, columns] += product(p.flatten(2, 3).to(factors).mT, g)
         return dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype)
-
-
-KERNEL = Chunked()
 
 
 def _weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +85,7 @@ def _scores(branch: FoldedBranch, k: Tensor, rows: slice, columns: slice) -> Ten
     scores = product(q.flatten(2, 3), k[:, :, columns].mT).mul_(branch.scale).unflatten(2, q.shape[2:4])
     if (bias := branch.bias(rows, columns)) is not None:
         scores = scores + _grouped(bias.to(scores.dtype), branch)
-    if branch.everything:
+    if branch.unmasked:
         return scores
     return scores.masked_fill(~branch.mask(rows, columns)[:, None], -torch.inf)
 
@@ -103,7 +95,7 @@ def _chunks(branch: FoldedBranch) -> Iterator[tuple[slice, slice]]:
     batch, heads, queries, _ = branch.q.shape
     ends = [branch.layout.key_range(branch.region, row, row + 1) for row in (0, queries - 1)]  # one of them sees most
     width = max(high - low for low, high in ends)
-    budget = SCORES.get(branch.q.device.type, 1 << 22) / max(1, batch * heads)
+    budget = MAX_CHUNK_SCORES.get(branch.q.device.type, 1 << 22) / max(1, batch * heads)
     # step rows see at most width + step keys: the largest step with step · (width + step) ≤ budget
     step = max(1, min(queries, int((sqrt(width**2 + 4 * budget) - width) / 2)))
     for first in range(0, queries, step):

@@ -1,4 +1,4 @@
-"""The whole table of weights at once, products in the dtype at hand: the fastest at short lengths, and with dropout."""
+"""All attention weights at once, products in the dtype of q: the fastest at short lengths, and with dropout."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.product import product
-from isentrope.core.call import FoldedBranch
+from isentrope.backends.protocol import Backend
+from isentrope.core.call import AttentionCall
 from isentrope.core.compile import maybe_compile
 
 
-def refusal(branches: list[FoldedBranch]) -> str | None:
-    return None
+class DenseBackend(Backend):
+    """Plain PyTorch, its softmax fused on a GPU."""
 
+    name = "dense"
+    has_weights = True
 
-def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
-    first = branches[0]
-    scores = [product(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
-    masks = [None if branch.everything else branch.mask() for branch in branches]
-    biases = [branch.bias() for branch in branches]
-    v = first.v.repeat_interleave(first.groups, 1)
-    dtype = v.dtype if first.dropout is None else scores[0].dtype
-    run = maybe_compile(_softmax, (*scores, *masks, *biases), len(branches), first.scale, dtype)
-    weights, lse = run(scores, masks, biases, first.scale, dtype)
-    if first.dropout is not None:
-        weights = first.dropout(weights)
-    out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first
-    return out.unflatten(0, v.shape[:2]), lse
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
+        branches = call.fold()
+        scores = [product(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
+        masks = [None if branch.unmasked else branch.mask() for branch in branches]
+        biases = [branch.bias() for branch in branches]
+        v = call.v.repeat_interleave(call.groups, 1)
+        dtype = v.dtype if call.dropout is None else scores[0].dtype
+        run = maybe_compile(_softmax, (*scores, *masks, *biases), len(branches), call.scale, dtype)
+        weights, lse = run(scores, masks, biases, call.scale, dtype)
+        if call.dropout is not None:
+            weights = call.dropout(weights)
+        out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first
+        return out.unflatten(0, v.shape[:2]), lse
 
 
 def _softmax(
     scores: list[Tensor], masks: list[Tensor | None], biases: list[Tensor | None], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Weights over all branches, whose regions do not overlap, and log-sum-exps, in one pass over the table."""
+    """Return weights over all branches, whose regions do not overlap, and log-sum-exps, in one pass."""
     total: Tensor | None = None
     for s, mask, bias in zip(scores, masks, biases, strict=True):
         s = s * scale

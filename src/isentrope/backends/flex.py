@@ -15,50 +15,54 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from isentrope.backends.merge import Part, merge
-from isentrope.core.call import FoldedBranch
+from isentrope.backends.merge import PartialOutput, merge
+from isentrope.backends.protocol import Backend
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
 
-BLOCK = 128
-# one kernel for all lengths: the one for few queries is another, and not to be had for every shape
+BLOCK = 128  # tokens
+# one kernel for all lengths: the decoding kernel does not take every shape
 OPTIONS: Any = {"BACKEND": "TRITON"}
 # on a CPU FlexAttention exists only as a dense check of itself
-MOST_ON_CPU = 4096
+MAX_CPU_TOKENS = 4096
 _lock = Lock()
 
 
-def refusal(branches: list[FoldedBranch]) -> str | None:
-    q, v = branches[0].q, branches[0].v
-    if q.is_cuda:
-        if q.dtype == torch.float64:
-            return "it does not take float64; use 'chunked'"
-        if min(q.shape[-1], v.shape[-1]) < 16 or max(q.shape[-1], v.shape[-1]) > 256:
-            return f"it takes head sizes from 16 to 256, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
+class FlexBackend(Backend):
+    """Branches through FlexAttention, merged by autograd's own operations."""
+
+    name = "flex"
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        q, v = call.q, call.v
+        if q.is_cuda:
+            if q.dtype == torch.float64:
+                return "it does not take float64; use 'chunked'"
+            if min(q.shape[-1], v.shape[-1]) < 16 or max(q.shape[-1], v.shape[-1]) > 256:
+                return f"it takes head sizes from 16 to 256, got {q.shape[-1]} and {v.shape[-1]}; use 'chunked'"
+            return None
+        if call.needs_grad:
+            return "it has no backward on a CPU; use 'sdpa' or 'chunked'"
+        if max(q.shape[2], v.shape[2]) > MAX_CPU_TOKENS:
+            sizes = f"{q.shape[2]} × {v.shape[2]}"
+            return f"on a CPU it is dense, a check for up to {MAX_CPU_TOKENS} tokens, got {sizes}; use 'sdpa'"
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for branch in branches for x in (branch.q, branch.k, branch.v)):
-        return "it has no backward on a CPU; use 'sdpa' or 'chunked'"
-    if max(q.shape[2], v.shape[2]) > MOST_ON_CPU:
-        return (
-            f"on a CPU it is dense, a check for up to {MOST_ON_CPU} tokens, got {q.shape[2]} × {v.shape[2]}; use 'sdpa'"
-        )
-    return None
+
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
+        return merge([PartialOutput(*_forward_branch(branch)) for branch in call.fold()], call.q.shape[2])
 
 
-def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
-    return merge([Part(*_branch(branch)) for branch in branches], branches[0].q.shape[2])
-
-
-def _branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
-    block_mask, spans = branch.layout.cached(("blocks", branch.region), lambda: _block_mask(branch))
-    score_mod = None if branch.slopes is None else _bias(branch)
+def _forward_branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
+    block_mask, spans = branch.layout.cached(("block mask", branch.region), lambda: _make_block_mask(branch))
+    score_mod = None if branch.slopes is None else _make_score_mod(branch)
     tensors, grouped = (branch.q, branch.k, branch.v), branch.groups > 1
     if branch.q.is_cuda:
         # heads, their sizes and the scale are constants of the kernel
         constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, score_mod is None)
         kernel = maybe_compile(_run, (*tensors, block_mask.kv_indices), *constants)
     else:
-        kernel = _eager
+        kernel = _run_eagerly
     return kernel(*tensors, score_mod, block_mask, branch.scale, grouped)
 
 
@@ -73,9 +77,9 @@ def _run(
     return out, aux.lse
 
 
-def _eager(*args: Any) -> tuple[Tensor, Tensor]:
-    """FlexAttention's own dense formula. Left alone it would be traced anew for every shape, until that gives up."""
-    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)  # it refuses tensors that ask for gradients
+def _run_eagerly(*args: Any) -> tuple[Tensor, Tensor]:
+    """Run FlexAttention's own dense formula; it would otherwise trace every shape anew, until torch gives up."""
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)  # it refuses tensors that require gradients
     with _lock:
         before = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
         flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
@@ -85,7 +89,7 @@ def _eager(*args: Any) -> tuple[Tensor, Tensor]:
             flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
-def _bias(branch: FoldedBranch) -> Callable[..., Tensor]:
+def _make_score_mod(branch: FoldedBranch) -> Callable[..., Tensor]:
     assert branch.slopes is not None
     slopes = branch.slopes.to(accumulation_dtype(branch.q))
     batch = branch.q.shape[0]
@@ -98,7 +102,7 @@ def _bias(branch: FoldedBranch) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _visible(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
+def _make_mask_mod(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
     spans = low.shape[-1]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -110,8 +114,8 @@ def _visible(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def _block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:
-    """The blocks each row of blocks must visit, and those of them that need no mask, from intervals alone."""
+def _make_block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:
+    """Return the mask, from intervals alone: which blocks each row of blocks visits, and which need no mask."""
     low, high = branch.bounds
     batch, queries, keys = branch.layout.batch, branch.layout.queries, branch.layout.keys
     # rows past the end repeat the last: a block that reaches over it reads something harmless
@@ -128,12 +132,16 @@ def _block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:
     full = ((low_rows.amax(2) <= first) & (high_rows.amin(2) >= first + BLOCK)).any(2)
     partial = touched & ~full
     block_mask = BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=_visible(low, high), seq_lengths=(queries, keys)
+        *_order_blocks(partial),
+        *_order_blocks(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_make_mask_mod(low, high),
+        seq_lengths=(queries, keys),
     )
     return block_mask, low.shape[-1]
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of blocks visits, and which, those first."""
+def _order_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row of blocks visits, and the blocks with those first."""
     blocks = blocks[:, None].to(torch.int32)
     return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

@@ -7,7 +7,7 @@ called with o and L of the whole, gives exact gradients (as in ring attention), 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,71 +17,85 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from isentrope.core.call import FoldedBranch
+from isentrope.backends.protocol import Backend
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import maybe_compile
 
 
-class Part(NamedTuple):
-    """Output and log-sum-exp of one branch, for queries from `first` on; those it leaves out see no key of it."""
+class PartialOutput(NamedTuple):
+    """Output and log-sum-exp of one branch, for queries from `first` on; the others see no key of it."""
 
     out: Tensor
     lse: Tensor
     first: int = 0
 
 
-class Kernel(ABC):
-    """A backend that computes branches one by one."""
+class MergedBackend(Backend):
+    """A backend that computes branches one by one, with the merged backward."""
+
+    gradient = "merged"
+
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute all branches, span by span, under autograd where that is needed."""
+        branches = [part for branch in call.fold() for part in branch.split_spans()]
+        operands = [x for branch in branches for x in (branch.q, branch.k)]
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (call.v, *operands)):
+            return self.forward_branches(branches)
+        function = TracedMergedAttention if torch.compiler.is_compiling() else MergedAttention
+        return function.apply(self, branches, call.v, *operands)
+
+    def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
+        """Return the merged output and log-sum-exp of all branches."""
+        return merge([self.forward_branch(branch) for branch in branches], branches[0].q.shape[2])
 
     @abstractmethod
-    def forward(self, branch: FoldedBranch) -> Part:
-        """One branch; zeros and -inf for a query that sees no key of it."""
-
-    def together(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of all branches, merged."""
-        return merge([self.forward(branch) for branch in branches], branches[0].q.shape[2])
+    def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
+        """Compute one branch; zeros and -inf for a query that sees no key of it."""
 
     @abstractmethod
-    def backward(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of one branch, from the output and log-sum-exp of all branches together."""
+    def backward_branch(
+        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of one branch, from the merged output and log-sum-exp of all."""
 
 
-def lengthened(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
-    """x (batch, heads, some, …) as rows `first` on of a tensor of `length` rows, the others filled up."""
+def pad_rows(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
+    """Return x (batch, heads, some, …) as rows `first` on of a tensor of `length` rows, the others filled."""
     after = length - first - x.shape[2]
     return x if first == after == 0 else F.pad(x, (0, 0) * (x.dim() - 3) + (first, after), value=value)
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:
-    whole = [lengthened(lse, first, length, -torch.inf) for lse, first in zip(lses, firsts, strict=True)]
-    lse = torch.logsumexp(torch.stack(whole), 0)
-    # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is no number
-    anchor = torch.where(lse == -torch.inf, 0.0, lse)
-    total = None
-    for o, first, branch_lse in zip(outs, firsts, whole, strict=True):
-        part = lengthened(o, first, length).to(lse.dtype) * torch.exp(branch_lse - anchor)[..., None]
-        total = part if total is None else total + part
-    assert total is not None
-    return total.to(outs[0].dtype), lse
-
-
-def merge(parts: list[Part], length: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all branches together, for `length` queries; differentiable in both."""
+def merge(parts: list[PartialOutput], length: int) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all branches together, for `length` queries; differentiable in both."""
     outs, lses, firsts = (list(x) for x in zip(*parts, strict=True))
     if len(parts) == 1 and lses[0].shape[2] == length:
         return outs[0], lses[0]
     return maybe_compile(_merge, outs, outs[0].shape[-1])(outs, lses, firsts, length)
 
 
-class Merged(torch.autograd.Function):
-    """Branches through a kernel, merged, with the merged backward."""
+def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:
+    whole = [pad_rows(lse, first, length, -torch.inf) for lse, first in zip(lses, firsts, strict=True)]
+    lse = torch.logsumexp(torch.stack(whole), 0)
+    # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is not a number
+    anchor = torch.where(lse == -torch.inf, 0.0, lse)
+    total = None
+    for o, first, branch_lse in zip(outs, firsts, whole, strict=True):
+        part = pad_rows(o, first, length).to(lse.dtype) * torch.exp(branch_lse - anchor)[..., None]
+        total = part if total is None else total + part
+    assert total is not None
+    return total.to(outs[0].dtype), lse
+
+
+class MergedAttention(torch.autograd.Function):
+    """All branches through a backend, merged, with the merged backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Kernel, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kernel.together(_filled(branches, v, operands))
-        nothing = v.new_empty(0)
-        ctx.kernel, ctx.calls = kernel, [replace(branch, q=nothing, k=nothing, v=nothing) for branch in branches]
+        out, lse = backend.forward_branches(_set_operands(branches, v, operands))
+        empty = v.new_empty(0)  # autograd keeps the operands itself
+        ctx.backend, ctx.branches = backend, [replace(branch, q=empty, k=empty, v=empty) for branch in branches]
         ctx.save_for_backward(out, lse, v, *operands)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -92,18 +106,18 @@ class Merged(torch.autograd.Function):
         return _backward(ctx, *grads)
 
 
-class Traced(Merged):
-    """The same for a graph that is being compiled, which has no second derivatives to refuse.
+class TracedMergedAttention(MergedAttention):
+    """The same in a graph that is being compiled, which has no second derivatives to refuse.
 
     Kernels write their output in place; torch 2.11 traces no gradient to such a tensor, but does to a copy.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Kernel, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse = (x.clone() for x in kernel.together(_filled(branches, v, operands)))
-        ctx.kernel, ctx.calls = kernel, branches
+        out, lse = (x.clone() for x in backend.forward_branches(_set_operands(branches, v, operands)))
+        ctx.backend, ctx.branches = backend, branches
         ctx.save_for_backward(out, lse, v, *operands)
         return out, lse
 
@@ -116,23 +130,13 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     out, lse, v, *operands = ctx.saved_tensors
     d_operands: list[Tensor] = []
     dv_total: Tensor | None = None
-    for branch in _filled(ctx.calls, v, operands):
-        dq, dk, dv = ctx.kernel.backward(branch, grads[0], out, lse)
+    for branch in _set_operands(ctx.branches, v, operands):
+        dq, dk, dv = ctx.backend.backward_branch(branch, grads[0], out, lse)
         d_operands += [dq, dk]
         dv_total = dv if dv_total is None else dv_total + dv
     return None, None, dv_total, *d_operands
 
 
-def _filled(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Tensor]) -> list[FoldedBranch]:
+def _set_operands(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Tensor]) -> list[FoldedBranch]:
     pairs = zip(operands[::2], operands[1::2], strict=True)
     return [replace(branch, q=q, k=k, v=v) for branch, (q, k) in zip(branches, pairs, strict=True)]
-
-
-def attend(kernel: Kernel, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
-    """All branches of one attention through a kernel."""
-    branches = [part for branch in branches for part in branch.split()]
-    operands = [x for branch in branches for x in (branch.q, branch.k)]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (branches[0].v, *operands)):
-        return kernel.together(branches)
-    function = Traced if torch.compiler.is_compiling() else Merged
-    return function.apply(kernel, branches, branches[0].v, *operands)

@@ -1,4 +1,4 @@
-"""Zeros in the place of padding. A weight of 0 does not undo a NaN, and kernels multiply before they mask."""
+"""Put zeros into padding: a weight of 0 does not undo a NaN, and kernels multiply before they mask."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from isentrope.core.dtypes import accumulation_dtype
 HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
 
 
-def blank_padding(asked: AttentionCall) -> AttentionCall:
-    """The same with zeros in keys and values that no query sees, and in padded queries where they are not finite.
+def blank_padding(call: AttentionCall) -> AttentionCall:
+    """Return a call with zeros in keys and values that no query sees, and in padded queries that are not finite.
 
-    On a CPU the padded slots are looked at first: to read them costs less than to copy all keys.
+    On a CPU the padded slots are read first, which costs less than copying all keys.
     """
-    layout = asked.layout
+    layout = call.layout
     if not layout.padded:
-        return asked
+        return call
     queries, slots = layout.padding()
-    q, k, v = asked.q, asked.k, asked.v
-    if _inspectable(q, k, v):
-        first, last, some = layout.cached("padded edges", lambda: (*_edges(slots), bool(queries.any())))
+    q, k, v = call.q, call.k, call.v
+    if _can_inspect(q, k, v):
+        first, last, any_query = layout.cached("padded edges", lambda: (*_find_edges(slots), bool(queries.any())))
         k, v = (x if _is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) else _blank(x, slots) for x in (k, v))
-        q = q if not some or _is_small(q) else _finite(q, queries)
+        q = q if not any_query or _is_small(q) else _blank_nonfinite(q, queries)
     else:
-        q, k, v = _finite(q, queries), _blank(k, slots), _blank(v, slots)
-    return asked if q is asked.q and k is asked.k and v is asked.v else replace(asked, q=q, k=k, v=v)
+        q, k, v = _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
+    return call if q is call.q and k is call.k and v is call.v else replace(call, q=q, k=k, v=v)
 
 
 def _blank(x: Tensor, slots: Tensor) -> Tensor:
     return x.masked_fill(slots[:, None, :, None], 0)
 
 
-def _finite(q: Tensor, queries: Tensor) -> Tensor:
+def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
     return q.masked_fill(queries[:, None, :, None] & ~q.isfinite(), 0)
 
 
-def _inspectable(*tensors: Tensor) -> bool:
+def _can_inspect(*tensors: Tensor) -> bool:
     """Whether values may be read without waiting for a device: not in a graph, nor under torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is None and all(
         x.device.type == "cpu" and type(x) in (Tensor, Parameter) and values_are_readable(x) for x in tensors
     )
 
 
-def _edges(slots: Tensor) -> tuple[int, int]:
+def _find_edges(slots: Tensor) -> tuple[int, int]:
     """Columns before the first number, and from the second on, are padding in some row."""
     inside = (~slots).all(0).nonzero()
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (slots.shape[1], slots.shape[1])

@@ -5,19 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.core.call import FoldedBranch
+from isentrope.backends.protocol import Backend
+from isentrope.core.call import AttentionCall
 from isentrope.core.dtypes import accumulation_dtype
 
 
-def refusal(branches: list[FoldedBranch]) -> str | None:
-    return None
+class ReferenceBackend(Backend):
+    """Plain PyTorch, differentiable any number of times, the log-sum-exp included."""
+
+    name = "reference"
+    has_weights = True
+    lse_has_gradient = True
+
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
+        p, lse = compute_weights(call)
+        if call.dropout is not None:
+            p = call.dropout(p)
+        v = call.v.repeat_interleave(call.groups, 1)
+        return (p @ v.to(p.dtype)).to(v.dtype), lse
 
 
-def probabilities(branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
-    """Attention weights and log-sum-exps over all branches; a query that sees nothing has weights 0 and lse -inf."""
-    dtype = accumulation_dtype(branches[0].q)
+def compute_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return attention weights and log-sum-exps; a query that sees nothing has weights 0 and lse -inf."""
+    dtype = accumulation_dtype(call.q)
     scores: Tensor | None = None
-    for branch in branches:
+    for branch in call.fold():
         k = branch.k.repeat_interleave(branch.groups, 1)
         s = branch.scale * (branch.q.to(dtype) @ k.to(dtype).mT)
         if (bias := branch.bias()) is not None:
@@ -28,17 +40,3 @@ def probabilities(branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(scores, -1)
     anchor = torch.where(lse == -torch.inf, 0.0, lse)
     return torch.exp(scores - anchor[..., None]), lse
-
-
-def attend(branches: list[FoldedBranch], need_lse: bool) -> tuple[Tensor, Tensor]:
-    p, lse = probabilities(branches)
-    if (drop := branches[0].dropout) is not None:
-        p = drop(p)
-    v = branches[0].v.repeat_interleave(branches[0].groups, 1)
-    return (p @ v.to(p.dtype)).to(v.dtype), lse
-
-
-def entropy(branches: list[FoldedBranch]) -> Tensor:
-    """-Σ p ln p, by definition."""
-    p, _ = probabilities(branches)
-    return torch.special.entr(p).sum(-1)

@@ -65,23 +65,32 @@ def calibrate(
     """
     from rich.console import Console
 
-    from isentrope.calibration import calibrate as calibration
-    from isentrope.calibration.select import halves
+    from isentrope.calibration.calibrate import fit_temperature
+    from isentrope.calibration.config import CalibrationConfig
+    from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import check_save_folder, load_on_device, save_extended
     from isentrope.evaluation.texts import load_texts
-    from isentrope.report.figures.calibration import draw, measured, table
+    from isentrope.report.figures.calibration import draw_calibration
+    from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
-    config = calibration.Config.read(
-        length, recipe, windows, factors, levels, budget, train_length=train_length, seed=seed
+    config = CalibrationConfig.parse(
+        length,
+        recipe,
+        windows=windows,
+        factors=factors,
+        levels=levels,
+        budget=budget,
+        train_length=train_length,
+        seed=seed,
     )
     check_save_folder(save)
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, length, documents)
-    halves(documents_read, length, seed)  # checked before a model is loaded
+    split_texts(documents_read, length, seed)  # checked before a model is loaded
     loaded = load_on_device(model, device, dtype, gguf_file)
-    result = calibration.calibrate(loaded, documents_read, config, out, Path(model).name, print_progress)
+    result = fit_temperature(loaded, documents_read, config, out, Path(model).name, print_progress)
     results = out / "calibrate.json"
-    Console().print(table(results))
-    print_paths([results, out / "recipe.txt", *draw(results)])
+    Console().print(build_calibration_table(results))
+    print_paths([results, out / "recipe.txt", *draw_calibration(results)])
     if save is not None:
-        typer.echo(save_extended(model, result.recipe, save, gguf_file, measured(results)))
+        typer.echo(save_extended(model, result.recipe, save, gguf_file, build_card_rows(results)))

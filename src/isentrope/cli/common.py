@@ -19,7 +19,7 @@ Texts = Annotated[
     list[str],
     typer.Argument(help="Files, folders or globs: text, .parquet, or .jsonl(.xz) with a 'text' on each line."),
 ]
-PreparedCorpus = typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")
+CORPUS_OPTION = typer.Option("--data", help="A folder that 'isentrope data prepare' wrote.")
 Recipes = Annotated[
     list[str], typer.Option(help="A recipe to compare; 'plain' is the unchanged model. Repeat for several.")
 ]

@@ -63,8 +63,8 @@ def print_partition(manifest: Path) -> None:
     """Print the table of a partition, draw its figure and print the paths of both files."""
     from rich.console import Console
 
-    from isentrope.report.figures.partition import partition
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.figures.partition import draw_partition
+    from isentrope.report.tables.terminal import build_partition_table
 
-    Console().print(tables.partition(manifest))
-    print_paths([manifest, *partition(manifest)])
+    Console().print(build_partition_table(manifest))
+    print_paths([manifest, *draw_partition(manifest)])

@@ -59,7 +59,7 @@ def evaluate(
     from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT, rank_recipes, select_best
     from isentrope.experiments.causal_plan import plan_causal_evaluation
     from isentrope.experiments.masked_plan import plan_masked_evaluation
-    from isentrope.report.tables.leaderboard import measured
+    from isentrope.report.tables.leaderboard import build_card_rows
 
     if not data:
         raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
@@ -84,7 +84,7 @@ def evaluate(
                 f"save: no recipe is better at the end and costs {MAX_DEGRADATION_PERCENT} % or less inside the "
                 "training length; isentrope.extend and save_pretrained save a model with any recipe"
             )
-        rows = measured(out / plan.name, chosen)
+        rows = build_card_rows(out / plan.name, chosen)
         typer.echo(save_extended(plan.decoder["model"], chosen, save, gguf_file, rows))
     raise typer.Exit(0 if complete else 1)
 

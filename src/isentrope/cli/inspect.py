@@ -30,9 +30,10 @@ def inspect(
 
     isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
     """
-    from isentrope.analysis import inspect as analysis
-    from isentrope.report.figures.inspect import draw
+    from isentrope.analysis.inspect import InspectConfig, load_model, load_text, measure_attention
+    from isentrope.report.figures.inspect import draw_inspection
 
-    config = analysis.Config.read(lengths, region, inset, layer=layer)
-    results = analysis.run(model, text, recipe, config, out, device, dtype)
-    print_paths([results, *draw(out)])
+    config = InspectConfig.parse(lengths, region, inset, layer=layer)
+    given = load_text(text, model, config.lengths[-1])  # checked before a model is loaded
+    results = measure_attention(load_model(model, recipe, device, dtype), model, given, config, out)
+    print_paths([results, *draw_inspection(out)])

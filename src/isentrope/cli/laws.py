@@ -27,10 +27,10 @@ def laws(
     """
     from rich.console import Console
 
-    from isentrope.analysis.entropy_laws import Config, run
-    from isentrope.report.figures import laws as figures
-    from isentrope.report.tables import terminal as tables
+    from isentrope.analysis.entropy_laws import EntropyLawsConfig, measure_laws
+    from isentrope.report.figures.laws import draw_laws
+    from isentrope.report.tables.terminal import build_laws_table
 
-    results = run(Config(train_length, head_dim, alpha, longest, queries, seed), out)
-    Console().print(tables.laws(results))
-    print_paths([results, *figures.laws(results)])
+    results = measure_laws(EntropyLawsConfig(train_length, head_dim, alpha, longest, queries, seed), out)
+    Console().print(build_laws_table(results))
+    print_paths([results, *draw_laws(results)])

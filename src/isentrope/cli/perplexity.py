@@ -48,8 +48,8 @@ def perplexity(
     from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
     from isentrope.evaluation.results import list_failures
     from isentrope.evaluation.texts import load_texts
-    from isentrope.report.figures import laws as figures
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.figures.perplexity import draw_perplexity
+    from isentrope.report.tables.terminal import build_perplexity_table
 
     config = PerplexityConfig.parse(recipe, edges)
     disable_progress_bars()
@@ -57,6 +57,6 @@ def perplexity(
     documents_read = load_texts(expand_paths(texts), model, gguf_file, config.length, documents)
     loaded = load_on_device(model, device, dtype, gguf_file)
     results = measure_perplexity(loaded, Path(model).name, documents_read, config, out)
-    print_table(tables.perplexity(results))
-    print_paths([results, *figures.perplexity(results)])
+    print_table(build_perplexity_table(results))
+    print_paths([results, *draw_perplexity(results)])
     exit_if_failed(list_failures(results, recipe), results)

@@ -17,14 +17,14 @@ def run_causal_plan(plan: Any, out: Path) -> bool:
         Whether every cell was measured.
     """
     from isentrope.experiments.runner import run_plan
-    from isentrope.report.html import recipes
-    from isentrope.report.html.page import page
+    from isentrope.report.html.page import write_page
+    from isentrope.report.html.recipes import write_recipes
 
     disable_progress_bars()
     folder, failed = out / plan.name, run_plan(plan, out, notify=print_progress)["failed"]
-    written = recipes.write(folder)
+    written = write_recipes(folder)
     print_recipes(folder)
-    print_paths([*written, page(folder)])
+    print_paths([*written, write_page(folder)])
     if failed:
         print_error(f"{failed} cells failed: {folder}")
     return not failed
@@ -34,14 +34,14 @@ def print_recipes(folder: Path) -> None:
     """Print the tables of a plan for a causal model, and which recipe is best."""
     from rich.console import Console
 
-    from isentrope.report.figures import retrieval
-    from isentrope.report.html import recipes
-    from isentrope.report.tables import leaderboard
+    from isentrope.report.html.recipes import summarize_recipes
+    from isentrope.report.tables.leaderboard import build_leaderboard_table
+    from isentrope.report.tables.retrieval import build_retrieval_table
 
     if (results := folder / "retrieval.json").exists():
-        print_table(retrieval.table(results))
-    print_table(leaderboard.table(folder))
-    for line in recipes.verdict(folder):
+        print_table(build_retrieval_table(results))
+    print_table(build_leaderboard_table(folder))
+    for line in summarize_recipes(folder):
         Console(soft_wrap=True).print(line)
 
 
@@ -63,9 +63,9 @@ def run_masked_plan(
     from rich.console import Console
 
     from isentrope.experiments.runner import run_plan
-    from isentrope.report.figures.curves import curves
-    from isentrope.report.html.page import page
-    from isentrope.report.tables.grid import terminal, write
+    from isentrope.report.figures.curves import draw_curves
+    from isentrope.report.html.page import write_page
+    from isentrope.report.tables.grid import render_terminal, write_tables
     from isentrope.training.trainer import Interrupted, is_main_process
 
     disable_progress_bars()
@@ -76,10 +76,10 @@ def run_masked_plan(
         raise typer.Exit(128 + stopped.number) from None
     if is_main_process() and not is_helper:
         folder = out / plan.name
-        curves(folder)
-        write(folder)
-        Console().print(terminal(folder))
-        typer.echo(page(folder))
+        draw_curves(folder)
+        write_tables(folder)
+        Console().print(render_terminal(folder))
+        typer.echo(write_page(folder))
         if outcome["failed"]:
             print_error(f"{outcome['failed']} of {outcome['cells']} cells failed: {folder / 'results.jsonl'}")
     return is_helper or not outcome["failed"]

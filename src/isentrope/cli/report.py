@@ -25,16 +25,16 @@ def report(
     """
     from rich.console import Console
 
-    from isentrope.report.html import page
-    from isentrope.report.tables import grid
+    from isentrope.report.html.page import find_results, write_report
+    from isentrope.report.tables.grid import render_terminal
 
-    plans, compared = page.found(folder)
-    written = page.report(folder, cap)
+    plans, recipe_folders = find_results(folder)
+    written = write_report(folder, cap)
     if as_json:
         typer.echo(json.dumps(written, ensure_ascii=False))
         return
     if plans:
-        Console().print(grid.terminal(folder, cap))
-    for recipes_folder in compared:
-        print_recipes(recipes_folder)
+        Console().print(render_terminal(folder, cap))
+    for path in recipe_folders:
+        print_recipes(path)
     print_paths([*(file for plan in written["plans"] for file in plan["files"]), written["report"]])

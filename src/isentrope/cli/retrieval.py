@@ -62,7 +62,8 @@ def retrieval(
     from isentrope.evaluation.loading import load_on_device, load_tokenizer
     from isentrope.evaluation.results import list_failures
     from isentrope.evaluation.retrieval import PromptFormat, RetrievalConfig, load_haystack, measure_retrieval
-    from isentrope.report.figures import retrieval as report
+    from isentrope.report.figures.retrieval import draw_heatmaps
+    from isentrope.report.tables.retrieval import build_retrieval_table
 
     config = RetrievalConfig.parse(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
     disable_progress_bars()
@@ -70,6 +71,6 @@ def retrieval(
     loaded = load_on_device(model, device, dtype, gguf_file)
     prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file), chat)
     results = measure_retrieval(loaded, Path(model).name, prompts, haystack, config, out)
-    print_table(report.table(results))
-    print_paths([results, *report.heatmaps(results)])
+    print_table(build_retrieval_table(results))
+    print_paths([results, *draw_heatmaps(results)])
     exit_if_failed(list_failures(results, config.recipes, config.cells), results)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import (
-    PreparedCorpus,
+    CORPUS_OPTION,
     app,
     disable_progress_bars,
     errors_in_one_line,
@@ -38,11 +38,10 @@ def list_plans() -> None:
     from rich.console import Console
 
     from isentrope.experiments import plan as plans
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_plans_table
 
-    Console().print(
-        tables.plans([plans.describe_plan(name) for name in (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())])
-    )
+    names = (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())
+    Console().print(build_plans_table([plans.describe_plan(name) for name in names]))
 
 
 @study.command("run")
@@ -52,7 +51,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
         "results"
     ),
-    corpus: Annotated[Path | None, PreparedCorpus] = None,
+    corpus: Annotated[Path | None, CORPUS_OPTION] = None,
     lengths: Annotated[str | None, typer.Option(help="Lengths, instead of the plan's, such as 128,1024.")] = None,
     positions: Annotated[
         int | None, typer.Option(help="Masked positions per document, instead of the plan's; 0 for all.")
@@ -99,11 +98,11 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     from rich.console import Console
 
     from isentrope.data.prepared import PreparedCorpus
-    from isentrope.report.tables import terminal as tables
+    from isentrope.report.tables.terminal import build_formulas_table
 
     if name == "laws":
         laws(out / "laws")
-        Console().print(tables.formulas(out / "laws" / "laws.json"))
+        Console().print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
         print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
 
@@ -153,7 +152,7 @@ def status(
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(
-    corpus: Annotated[Path, PreparedCorpus],
+    corpus: Annotated[Path, CORPUS_OPTION],
     out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
 ) -> None:
     """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
@@ -163,8 +162,8 @@ def draw_figures(
     from isentrope.data.prepared import PreparedCorpus
     from isentrope.experiments.paper.figures import inspect_models, training_folders
     from isentrope.report.figures import inspect
-    from isentrope.report.figures.losses import losses
-    from isentrope.report.figures.partition import partition
+    from isentrope.report.figures.losses import draw_losses
+    from isentrope.report.figures.partition import draw_partition
 
     disable_progress_bars()
     prepared = PreparedCorpus.open(corpus)
@@ -172,11 +171,11 @@ def draw_figures(
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     print_paths([
-        *inspect.cosscale_panels(inspected["f1"], folder / "f1"),
-        *inspect.attention_at(inspected["f2"], folder / "f2"),
-        *partition(prepared.folder / "manifest.json", folder / "f3"),
-        *losses(runs["f4"], folder / "f4"),
-        *losses(runs["f5"], folder / "f5"),
-        *inspect.peak_angles(inspected["f1"], folder / "f6"),
-        *inspect.before_and_after_rope(inspected["f7"], folder / "f7"),
+        *inspect.draw_cosscale_panels(inspected["f1"], folder / "f1"),
+        *inspect.draw_attention(inspected["f2"], folder / "f2"),
+        *draw_partition(prepared.folder / "manifest.json", folder / "f3"),
+        *draw_losses(runs["f4"], folder / "f4"),
+        *draw_losses(runs["f5"], folder / "f5"),
+        *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
+        *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
     ])  # fmt: skip

@@ -60,7 +60,7 @@ def train(
 
     accelerate launch --num_processes 4 -m isentrope.cli train data/laws --out runs/base --preset pretrain
     """
-    from isentrope.report.figures.losses import losses as draw
+    from isentrope.report.figures.losses import draw_losses
     from isentrope.training import trainer
     from isentrope.training.config import build_config, parse_sizes
 
@@ -82,7 +82,7 @@ def train(
     if trainer.is_main_process():
         best = outcome["best"]
         typer.echo(f"lowest validation loss {best['validation']:.4f} at step {best['step']} of {outcome['steps']}")
-        print_paths([out / "best", out / "final", out / "log.jsonl", *draw([out], out / "loss")])
+        print_paths([out / "best", out / "final", out / "log.jsonl", *draw_losses([out], out / "loss")])
 
 
 @app.command()
@@ -95,7 +95,7 @@ def losses(
 
     isentrope losses runs/base runs/cosine --out results/losses
     """
-    from isentrope.report.figures.losses import losses as draw
+    from isentrope.report.figures.losses import draw_losses
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    print_paths(draw(runs, out))
+    print_paths(draw_losses(runs, out))

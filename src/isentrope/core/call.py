@@ -1,35 +1,38 @@
-"""What is asked of attention, and what of a backend: one branch of it, with everything folded into q and k."""
+"""An attention call on its way to a backend: as branches that rotate q and k, and with the rotations folded in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from isentrope.core.compile import can_run_triton
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.core.rotation import Angles, rotate_and_scale
 
-SIZES = (32, 64, 128, 256)  # of vectors that Triton kernels have
-
 
 @dataclass(frozen=True, eq=False)
 class RotatedBranch:
-    """Pairs in `region` meet with their queries and keys turned by these angles, and a bias -slopes · |Δ|."""
+    """Pairs in `region`, scored with queries and keys rotated by these angles, and a bias -slopes · |Δ|."""
 
     region: Region
-    query: Angles | None
-    key: Angles | None
-    slopes: Tensor | None
+    query_angles: Angles | None = None
+    key_angles: Angles | None = None
+    slopes: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One attention as it is asked for: q and k raw, τ (batch or 1, heads or 1, queries), and where pairs meet."""
+    """softmax(scale · τ q·k + bias) v over disjoint branches, with q, k and v as the caller passed them.
+
+    q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv).
+    tau: (batch or 1, heads or 1, queries).
+    normalise: scores are cosines. interleaved: layout of the rotated pairs.
+    dropout: function of the attention weights, for backends that have them.
+    """
 
     q: Tensor
     k: Tensor
@@ -38,73 +41,64 @@ class AttentionCall:
     branches: list[RotatedBranch]
     tau: Tensor | None
     scale: float
-    normalise: bool
-    interleaved: bool
-
-    def refusal(self) -> str | None:
-        """Why Triton kernels, which fold queries themselves, cannot take it; gradients aside."""
-        q, k, v, turns = self.q, self.k, self.v, self._turns
-        if not can_run_triton(q):
-            return "it needs Triton and a GPU"
-        if q.shape[-1] not in SIZES or v.shape[-1] not in SIZES:
-            return f"it takes head sizes {', '.join(map(str, SIZES))}, got {q.shape[-1]} and {v.shape[-1]}"
-        if any(x.stride(-1) != 1 for x in (q, k, v)):
-            return "it takes vectors whose entries are next to each other"
-        if any(m.slopes is not None for m in self.branches):
-            return "it has no distance bias"
-        if turns and (self.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in turns)):
-            return "it turns whole vectors, laid out in halves"
-        return None
+    normalise: bool = False
+    interleaved: bool = False
+    dropout: Callable[[Tensor], Tensor] | None = None
+    _folded: list[FoldedBranch] = field(default_factory=list, init=False, repr=False)
 
     @property
-    def differentiated(self) -> bool:
-        """Whether gradients are asked for."""
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def rotations(self) -> list[Angles]:
+        """The angles of all branches."""
+        pairs = [angles for branch in self.branches for angles in (branch.query_angles, branch.key_angles)]
+        return [angles for angles in pairs if angles is not None]
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd records this call."""
         if not torch.is_grad_enabled():
             return False
-        parts = (self.q, self.k, self.v, self.tau, *(x for turn in self._turns for x in turn))
-        return any(x is not None and x.requires_grad for x in parts)
+        inputs = (self.q, self.k, self.v, self.tau, *(x for angles in self.rotations for x in angles))
+        return any(x is not None and x.requires_grad for x in inputs)
 
-    @property
-    def _turns(self) -> list[Angles]:
-        return [turn for m in self.branches for turn in (m.query, m.key) if turn is not None]
+    def fold(self) -> list[FoldedBranch]:
+        """Return the branches with angles, τ and norms folded into q and k; computed once."""
+        if not self._folded:
+            self._folded.extend([self.fold_branch(branch) for branch in self.branches])
+        return self._folded
 
-    def folded(self) -> list[FoldedBranch]:
-        """A call for each meeting, with angles, τ and norms folded into q and k."""
-        return [self.call(at) for at in self.branches]
+    def fold_branch(self, branch: RotatedBranch) -> FoldedBranch:
+        q = rotate_and_scale(self.q, branch.query_angles, self.tau, self.normalise, self.interleaved)
+        return FoldedBranch(q, self.fold_keys(branch), self.v, self.scale, branch.region, self.layout, branch.slopes)
 
-    def call(self, at: RotatedBranch) -> FoldedBranch:
-        query = rotate_and_scale(self.q, at.query, self.tau, self.normalise, self.interleaved)
-        return FoldedBranch(query, self.keys(at), self.v, self.scale, at.region, self.layout, at.slopes)
+    def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
+        """Return the keys, or the first `count`, as a branch rotates them."""
+        k, angles = self.k, branch.key_angles
+        if count is not None:
+            k, angles = k[:, :, :count], angles and (angles[0][:, :, :count], angles[1][:, :, :count])
+        return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
 
-    def keys(self, at: RotatedBranch, most: int | None = None) -> Tensor:
-        """The keys as a meeting has them, or the first of them."""
-        k, turn = self.k, at.key
-        if most is not None:
-            k, turn = k[:, :, :most], turn and (turn[0][:, :, :most], turn[1][:, :, :most])
-        return rotate_and_scale(k, turn, None, self.normalise, self.interleaved)
-
-    def split_heads(self, most: int) -> Iterator[tuple[slice, AttentionCall]]:
-        """The same a few heads at a time, each share with at most so many entries of q if that is possible."""
+    def split_heads(self, max_q_elements: int) -> Iterator[tuple[slice, AttentionCall]]:
+        """Yield groups of query heads, evenly sized, with at most so many elements of q where one key head has less."""
         kv_heads = self.k.shape[1]
-        groups = self.q.shape[1] // kv_heads
-        count = max(1, most * kv_heads // self.q.numel())
-        count = ceil(kv_heads / ceil(kv_heads / count))  # evenly
+        count = max(1, max_q_elements * kv_heads // self.q.numel())
+        count = ceil(kv_heads / ceil(kv_heads / count))
         for first in range(0, kv_heads, count):
-            keys = slice(first, first + count)
-            heads = slice(first * groups, (first + count) * groups)
+            key_heads = slice(first, first + count)
+            heads = slice(first * self.groups, (first + count) * self.groups)
             tau = self.tau if self.tau is None or self.tau.shape[1] == 1 else self.tau[:, heads]
-            branches = [m if m.slopes is None else replace(m, slopes=m.slopes[heads]) for m in self.branches]
-            q, k, v = self.q[:, heads], self.k[:, keys], self.v[:, keys]
+            branches = [b if b.slopes is None else replace(b, slopes=b.slopes[heads]) for b in self.branches]
+            q, k, v = self.q[:, heads], self.k[:, key_heads], self.v[:, key_heads]
             yield heads, replace(self, q=q, k=k, v=v, branches=branches, tau=tau)
 
 
 @dataclass(frozen=True, eq=False)
 class FoldedBranch:
-    """softmax over the keys in `region` of  scale · q·k - slopes · |Δ|,  applied to v.
-
-    q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv): positioned and tempered.
-    dropout: what is done to the weights, on the backends that have them.
-    """
+    """One branch with rotation, τ and norms folded into q and k: scores are scale · q·k - slopes · |Δ|."""
 
     q: Tensor
     k: Tensor
@@ -113,13 +107,11 @@ class FoldedBranch:
     region: Region
     layout: Layout
     slopes: Tensor | None = None
-    dropout: Callable[[Tensor], Tensor] | None = None
 
-    @property
-    def unfolded(self) -> AttentionCall:
-        """The same, as a question with nothing left to fold."""
-        at = RotatedBranch(self.region, None, None, self.slopes)
-        return AttentionCall(self.q, self.k, self.v, self.layout, [at], None, self.scale, False, False)
+    def as_call(self) -> AttentionCall:
+        """Return a call of this branch alone, which has nothing left to fold."""
+        branch = RotatedBranch(self.region, slopes=self.slopes)
+        return AttentionCall(self.q, self.k, self.v, self.layout, [branch], None, self.scale)
 
     @property
     def groups(self) -> int:
@@ -127,20 +119,17 @@ class FoldedBranch:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
-    def everything(self) -> bool:
-        """No mask at all."""
-        return self.region == EVERYTHING and self.layout.plain
+    def unmasked(self) -> bool:
+        return is_unmasked(self.region, self.layout)
 
     @property
     def causal(self) -> bool:
-        """The plain causal triangle of self-attention."""
-        return self.region == CAUSAL and self.layout.plain and self.layout.queries == self.layout.keys
+        return is_causal(self.region, self.layout)
 
-    def split(self) -> list[FoldedBranch]:
-        """The same keys as one call a span, where that lets a chunk of rows pass over the keys between spans."""
-        if len(self.region.spans) < 2 or not self.layout.banded:
-            return [self]
-        return [replace(self, region=Region((span,))) for span in self.region.spans]
+    def split_spans(self) -> list[FoldedBranch]:
+        """Return one branch per span, where that lets a chunk of rows skip the keys between spans."""
+        regions = split_region(self.region, self.layout)
+        return [self] if len(regions) == 1 else [replace(self, region=region) for region in regions]
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -148,7 +137,7 @@ class FoldedBranch:
         return self.layout.bounds(self.region)
 
     @property
-    def seen(self) -> Tensor:
+    def visible_counts(self) -> Tensor:
         """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
         return self.layout.count_keys("visible", self.region)[:, None]
 
@@ -156,7 +145,7 @@ class FoldedBranch:
         return self.layout.visible(self.region, rows, columns)
 
     def bias(self, rows: slice | None = None, columns: slice | None = None) -> Tensor | None:
-        """-slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
+        """Return -slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
         if self.slopes is None:
             return None
         query, key = self.layout.query, self.layout.key
@@ -164,3 +153,20 @@ class FoldedBranch:
         key = key if columns is None else key[:, columns]
         distance = (query[:, None, :, None] - key[:, None, None]).abs()
         return -self.slopes[:, None, None] * distance
+
+
+def is_unmasked(region: Region, layout: Layout) -> bool:
+    """Return whether every query sees every key."""
+    return region == EVERYTHING and layout.plain
+
+
+def is_causal(region: Region, layout: Layout) -> bool:
+    """Return whether a region is the plain causal triangle of self-attention."""
+    return region == CAUSAL and layout.plain and layout.queries == layout.keys
+
+
+def split_region(region: Region, layout: Layout) -> list[Region]:
+    """Return one region per span where spans are the same bands of slots in every row, else the region itself."""
+    if len(region.spans) < 2 or not layout.banded:
+        return [region]
+    return [Region((span,)) for span in region.spans]

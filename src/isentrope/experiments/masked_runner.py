@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from isentrope.analysis.inspect import layer_entropies
-from isentrope.calibration.masked_lm import fit
+from isentrope.analysis.observe import layer_entropies
+from isentrope.calibration.masked_lm import fit_masked_temperature
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
@@ -189,7 +189,9 @@ class _CellEvaluator:
         numbers: dict[str, Any] = {}
         if cell.row.fit:
             self.loaded = (None, None)  # fitting changes the model, so no other cell may use it
-            fitted = fit(model, *self.validation, cell.length, self.plan.train_length, self.mask_token)
+            fitted = fit_masked_temperature(
+                model, *self.validation, cell.length, self.plan.train_length, self.mask_token
+            )
             numbers["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
         start = time.perf_counter()
         scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)

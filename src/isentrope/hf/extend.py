@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.attention import BACKENDS, RAW
 from isentrope.core.compile import values_are_readable
+from isentrope.dispatch import check_backend
 from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
 from isentrope.hf.layer import Layer
@@ -77,8 +77,7 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
         raise ValueError(f"model: already extended with {str(extension.recipe)!r}; call isentrope.restore(model) first")
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
-    if backend not in ("auto", *BACKENDS, *RAW):
-        raise ValueError(f"backend: expected one of auto, {', '.join((*BACKENDS, *RAW))}, got {backend!r}")
+    check_backend(backend)
     if (outer := _find_containing_model(inner)) is not None:
         raise ValueError(
             f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"

@@ -1,4 +1,4 @@
-"""The statements a plan sets out to test, judged by what was measured."""
+"""Verdicts on the claims that a plan tests, from its measured numbers."""
 
 from __future__ import annotations
 
@@ -7,184 +7,199 @@ from math import isfinite
 from typing import Any
 
 from isentrope.report.load import LOWER_IS_BETTER, METRICS, Grid, Row, Value
-from isentrope.report.tables.numbers import number, precise, signed, with_interval
-from isentrope.report.tables.published import Printed, bound, printed, step, tables
+from isentrope.report.tables.numbers import format_change, format_number, format_precise, format_with_interval
+from isentrope.report.tables.published import (
+    PublishedValue,
+    direction_of_change,
+    format_published,
+    load_published_tables,
+    to_comparable,
+)
 
-HOLDS, FAILS, OPEN = "holds", "does not hold", "not measured"
-UNTOLD = "not told by the digits printed"  # of the paper's own numbers alone
+HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold", "not measured"
+UNDECIDED = "not told by the digits printed"  # only for the paper's own numbers, which are rounded
 Verdict = dict[str, Any]
-Place = tuple[Row, int]
+CellKey = tuple[Row, int]
 
 
-def judge(grid: Grid) -> list[Verdict]:
-    """A verdict for each claim of the grid's plan, with the numbers it rests on."""
-    kinds = {"better": (_better, _better_in_paper), "best_grows": (_best_grows, _best_grows_in_paper)}
+def evaluate_claims(grid: Grid) -> list[Verdict]:
+    """Return a verdict for each claim of the grid's plan, with the numbers that decide it.
+
+    Raises:
+        ValueError: if a claim in `plan.json` is malformed.
+    """
+    kinds = {
+        "better": (_decide_better, _decide_better_in_paper),
+        "best_grows": (_decide_best_grows, _decide_best_grows_in_paper),
+    }
     verdicts = []
-    for claim in grid.plan.told.get("claims") or []:
+    for claim in grid.plan.metadata.get("claims") or []:
         kind, path = claim.get("kind"), grid.plan.folder / "plan.json"
         if kind not in kinds:
             raise ValueError(f"{path}: claims: expected kind {' or '.join(kinds)}, got {kind!r}")
         if claim.get("metric") not in METRICS:
             raise ValueError(f"{path}: claims: expected metric {' or '.join(METRICS)}, got {claim.get('metric')!r}")
         try:
-            here, in_paper = kinds[kind]
-            told, paper = here(grid, claim), in_paper(grid, claim)
+            evaluate, evaluate_in_paper = kinds[kind]
+            verdict, paper = evaluate(grid, claim), evaluate_in_paper(grid, claim)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{path}: claims: {claim.get('text')!r} of kind {kind}: {error!r}") from None
         head = {"text": str(claim.get("text", "")), "source": str(claim.get("source", "")), "kind": kind}
-        verdicts.append(head | {"metric": claim["metric"], "protocol": grid.protocol} | told | {"paper": paper})
+        verdicts.append(head | {"metric": claim["metric"], "protocol": grid.protocol} | verdict | {"paper": paper})
     return verdicts
 
 
-def said(verdict: Verdict) -> str:
-    """`holds`, `does not hold`, `not measured`, and whether that lies within the intervals."""
+def format_verdict(verdict: Verdict) -> str:
+    """Format a verdict, with a note if the difference lies within the intervals."""
     return verdict["verdict"] + (", within the intervals" if verdict["within_intervals"] else "")
 
 
-def _better(grid: Grid, claim: dict[str, Any]) -> Verdict:
+def _decide_better(grid: Grid, claim: dict[str, Any]) -> Verdict:
     metric, length = claim["metric"], claim["length"]
-    this, others = _compared(claim)
+    this, others = _compared_rows(claim)
     values = {row: grid.value(row, length, metric) for row in (this, *others)}
-    numbers = [_told(grid, row, length, metric, value) for row, value in values.items()]
-    mine = values[this]
-    beaten = [None if (o := values[other]) is None or mine is None else _beats(mine, o, metric) for other in others]
-    verdict = FAILS if False in beaten else OPEN if None in beaten else HOLDS
-    # the comparisons that decide: those lost where one is lost, else all
+    numbers = [_describe_value(grid, row, length, metric, value) for row, value in values.items()]
+    own = values[this]
+    beaten = [None if (o := values[other]) is None or own is None else _beats(own, o, metric) for other in others]
+    verdict = FAILS if False in beaten else NOT_MEASURED if None in beaten else HOLDS
+    # lost comparisons decide if there are any, otherwise all do
     deciding = [other for other, won in zip(others, beaten, strict=True) if verdict == HOLDS or won is False]
-    # one comparison in doubt makes a win doubtful; a loss only where each that is lost may be none
-    doubt = any if verdict == HOLDS else all
-    within = verdict != OPEN and doubt(_within(grid, this, other, length, metric) for other in deciding)
-    against = ", ".join(f"{_words(grid, row, length, metric, values[row])}" for row in others)
-    words = (
-        f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, mine)} against {against}"
-        if mine is not None or any(values.values())
-        else f"{METRICS[metric]} at {length}: {_words(grid, this, length, metric, None)}, nor what it is compared with"
-    )
+    # a win is in doubt if one comparison is, a loss only if every lost comparison is
+    quantifier = any if verdict == HOLDS else all
+    doubtful = (_is_within_intervals(grid, this, other, length, metric) for other in deciding)
+    within = verdict != NOT_MEASURED and quantifier(doubtful)
+    texts = [_format_row(grid, row, length, metric, values[row]) for row in (this, *others)]
+    rest = f" against {', '.join(texts[1:])}" if any(values.values()) else ", nor what it is compared with"
+    words = f"{METRICS[metric]} at {length}: {texts[0]}{rest}"
     changes = [grid.difference(other, this, length, metric) for other in others]
-    ends = [" to ".join(signed(end, metric) for end in change) for change in changes if change]
-    words += f"; 95 % interval of the difference {' and '.join(ends)}" if ends else ""
+    intervals = [" to ".join(format_change(end, metric) for end in change) for change in changes if change]
+    words += f"; 95 % interval of the difference {' and '.join(intervals)}" if intervals else ""
     return {"verdict": verdict, "within_intervals": within, "words": words, "numbers": numbers}
 
 
-def _within(grid: Grid, this: Row, other: Row, length: int, metric: str) -> bool:
-    """Whether the difference may be none: document by document, or where they share too few by their intervals."""
+def _is_within_intervals(grid: Grid, this: Row, other: Row, length: int, metric: str) -> bool:
+    """Whether zero lies in the interval of the difference, or without shared documents the two intervals overlap."""
     change = grid.difference(other, this, length, metric)
     if change is not None:
         return change[0] <= 0 <= change[1]
-    mine, theirs = grid.value(this, length, metric), grid.value(other, length, metric)
-    return mine is not None and theirs is not None and mine.overlaps(theirs)
+    own, theirs = grid.value(this, length, metric), grid.value(other, length, metric)
+    return own is not None and theirs is not None and own.overlaps(theirs)
 
 
-def _best_grows(grid: Grid, claim: dict[str, Any]) -> Verdict:
-    """The best method's place in the order never falls from length to length, and is higher at the last than first."""
+def _decide_best_grows(grid: Grid, claim: dict[str, Any]) -> Verdict:
+    """Decide whether the best method's index never falls with length, and is higher at the last than at the first."""
     metric, lengths = claim["metric"], list(claim["lengths"])
-    rows = _ordered(claim)
+    rows = _claim_rows(claim)
     if len(lengths) < 2 or len(rows) < 2:
         raise ValueError(f"{claim.get('text')!r}: expected two methods and two lengths or more")
     values = {(row, length): grid.value(row, length, metric) for length in lengths for row in rows}
-    numbers = [_told(grid, row, length, metric, value) for (row, length), value in values.items()]
-    lacking = [f"{row.method} at {length}" for (row, length), value in values.items() if value is None]
-    if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        words = f"{METRICS[metric]} is not measured for {', '.join(lacking[:3])}{more}"
-        return {"verdict": OPEN, "within_intervals": False, "words": words, "numbers": numbers}
+    numbers = [_describe_value(grid, row, length, metric, value) for (row, length), value in values.items()]
+    missing = [f"{row.method} at {length}" for (row, length), value in values.items() if value is None]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        words = f"{METRICS[metric]} is not measured for {', '.join(missing[:3])}{more}"
+        return {"verdict": NOT_MEASURED, "within_intervals": False, "words": words, "numbers": numbers}
     best = [min(rows, key=lambda row: _cost(values[row, length], metric)) for length in lengths]
-    grows = _grow([rows.index(row) for row in best])
-    # at either end the method that is best there may lie within the interval of the one best at the other end
+    grows = _is_growing([rows.index(row) for row in best])
+    # the best methods of both ends may be indistinguishable at one of them
     first, last = best[0], best[-1]
     within = first != last and any(
         (a := values[first, length]) is not None and (b := values[last, length]) is not None and a.overlaps(b)
         for length in (lengths[0], lengths[-1])
     )
-    shown = ", ".join(
-        f"{row.method} at {length} ({_precise(values[row, length], metric)})"
+    winners = ", ".join(
+        f"{row.method} at {length} ({_format_optional(values[row, length], metric)})"
         for row, length in zip(best, lengths, strict=True)
     )
-    words = f"best {METRICS[metric]}: {shown}"
+    words = f"best {METRICS[metric]}: {winners}"
     return {"verdict": HOLDS if grows else FAILS, "within_intervals": within, "words": words, "numbers": numbers}
 
 
-def _better_in_paper(grid: Grid, claim: dict[str, Any]) -> Verdict | None:
-    """The same by the paper's numbers, with ours after them; None where it does not print them all."""
+def _decide_better_in_paper(grid: Grid, claim: dict[str, Any]) -> Verdict | None:
+    """Decide the claim by the paper's numbers, with ours after them; None if the paper does not print them all."""
     metric, length = claim["metric"], claim["length"]
-    this, others = _compared(claim)
-    places = [(row, length) for row in (*others, this)]
-    label, values = _printed(grid, claim, places)
+    this, others = _compared_rows(claim)
+    keys = [(row, length) for row in (*others, this)]
+    label, values = _published_values(grid, claim, keys)
     if not values:
         return None
     *before, after = values
-    steps = [step(*((x, after) if metric not in LOWER_IS_BETTER else (after, x))) for x in before]
-    verdict = FAILS if -1 in steps else UNTOLD if None in steps else HOLDS
-    told = _told_by_paper(label, verdict, _arrow([printed(x, metric) for x in values]), metric, places, values)
-    ours = [grid.value(*place, metric) for place in places]
+    directions = [direction_of_change(*((x, after) if metric not in LOWER_IS_BETTER else (after, x))) for x in before]
+    verdict = FAILS if -1 in directions else UNDECIDED if None in directions else HOLDS
+    statement = _format_arrow([format_published(x, metric) for x in values])
+    paper = _paper_verdict(label, verdict, statement, _describe_published(keys, values, metric))
+    ours = [grid.value(*key, metric) for key in keys]
     if all(ours):
-        told["words"] += f"; here {_arrow([number(value.mean, metric) for value in ours if value])}"
-    return told
+        paper["words"] += f"; here {_format_arrow([format_number(value.mean, metric) for value in ours if value])}"
+    return paper
 
 
-def _best_grows_in_paper(grid: Grid, claim: dict[str, Any]) -> Verdict | None:
-    metric, rows, lengths = claim["metric"], _ordered(claim), claim["lengths"]
-    places = [(row, length) for length in lengths for row in rows]
-    label, values = _printed(grid, claim, places)
+def _decide_best_grows_in_paper(grid: Grid, claim: dict[str, Any]) -> Verdict | None:
+    metric, rows, lengths = claim["metric"], _claim_rows(claim), claim["lengths"]
+    keys = [(row, length) for length in lengths for row in rows]
+    label, values = _published_values(grid, claim, keys)
     if not values:
         return None
-    at = dict(zip(places, values, strict=True))
+    by_key = dict(zip(keys, values, strict=True))
     choose = min if metric in LOWER_IS_BETTER else max
-    best = [choose((at[row, length] for row in rows), key=bound) for length in lengths]
-    leaders = [[row for row in rows if at[row, n] == x] for n, x in zip(lengths, best, strict=True)]
-    grows = _grow([rows.index(found[0]) for found in leaders])
-    verdict = UNTOLD if any(len(found) > 1 for found in leaders) else HOLDS if grows else FAILS
-    shown = ", ".join(
-        f"{' or '.join(row.method for row in found)} at {length} ({printed(x, metric)})"
-        for found, length, x in zip(leaders, lengths, best, strict=True)
+    best = [choose((by_key[row, length] for row in rows), key=to_comparable) for length in lengths]
+    leaders = [[row for row in rows if by_key[row, n] == x] for n, x in zip(lengths, best, strict=True)]
+    grows = _is_growing([rows.index(tied[0]) for tied in leaders])
+    verdict = UNDECIDED if any(len(tied) > 1 for tied in leaders) else HOLDS if grows else FAILS
+    winners = ", ".join(
+        f"{' or '.join(row.method for row in tied)} at {length} ({format_published(x, metric)})"
+        for tied, length, x in zip(leaders, lengths, best, strict=True)
     )
-    return _told_by_paper(label, verdict, f"best {METRICS[metric]} {shown}", metric, places, values)
+    statement = f"best {METRICS[metric]} {winners}"
+    return _paper_verdict(label, verdict, statement, _describe_published(keys, values, metric))
 
 
-def _printed(grid: Grid, claim: dict[str, Any], places: list[Place]) -> tuple[str, list[Printed]]:
-    """The paper's numbers at these places, from the table a claim names or else its plan's; none unless all."""
-    labels = [str(told.get(key)) for told, key in ((claim, "source"), (grid.plan.told, "label"))]
-    for table in (tables()[label] for label in labels if label in tables()):
-        if all((*place, claim["metric"]) in table.values for place in places):
-            return table.label, [table.values[*place, claim["metric"]] for place in places]
+def _published_values(grid: Grid, claim: dict[str, Any], keys: list[CellKey]) -> tuple[str, list[PublishedValue]]:
+    """Return the paper's numbers from the table that the claim or else its plan names; none unless it has all."""
+    labels = [str(source.get(key)) for source, key in ((claim, "source"), (grid.plan.metadata, "label"))]
+    published = load_published_tables()
+    for table in (published[label] for label in labels if label in published):
+        if all((*key, claim["metric"]) in table.values for key in keys):
+            return table.label, [table.values[*key, claim["metric"]] for key in keys]
     return "", []
 
 
-def _told_by_paper(
-    label: str, verdict: str, words: str, metric: str, places: list[Place], values: list[Printed]
-) -> Verdict:
-    numbers = [
+def _describe_published(keys: list[CellKey], values: list[PublishedValue], metric: str) -> list[dict[str, Any]]:
+    return [
         {"method": row.method, "variant": row.variant, "length": length, "metric": metric, "value": value}
-        for (row, length), value in zip(places, values, strict=True)
+        for (row, length), value in zip(keys, values, strict=True)
     ]
-    words = f"paper, {label}: {words}" + ("" if verdict == HOLDS else f" ({verdict})")
+
+
+def _paper_verdict(label: str, verdict: str, statement: str, numbers: list[dict[str, Any]]) -> Verdict:
+    words = f"paper, {label}: {statement}" + ("" if verdict == HOLDS else f" ({verdict})")
     return {"source": label, "verdict": verdict, "words": words, "numbers": numbers}
 
 
-def _arrow(texts: list[str]) -> str:
+def _format_arrow(texts: list[str]) -> str:
     return f"{', '.join(texts[:-1])} → {texts[-1]}"
 
 
-def _compared(claim: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """What is said to be better, and than what."""
+def _compared_rows(claim: dict[str, Any]) -> tuple[Row, list[Row]]:
+    """Return the row that should be better, and the rows it is compared with."""
     than = claim["than"] if isinstance(claim["than"], list) else [claim["than"]]
-    return _row(claim["this"]), [_row(other) for other in than]
+    return _to_row(claim["this"]), [_to_row(other) for other in than]
 
 
-def _ordered(claim: dict[str, Any]) -> list[Row]:
+def _claim_rows(claim: dict[str, Any]) -> list[Row]:
     return [Row(str(method), str(claim["variant"])) for method in claim["methods"]]
 
 
-def _grow(places: list[int]) -> bool:
-    return all(a <= b for a, b in pairwise(places)) and places[-1] > places[0]
+def _is_growing(indices: list[int]) -> bool:
+    return all(a <= b for a, b in pairwise(indices)) and indices[-1] > indices[0]
 
 
-def _row(told: dict[str, Any]) -> Row:
-    return Row(str(told["method"]), str(told["variant"]))
+def _to_row(fields: dict[str, Any]) -> Row:
+    return Row(str(fields["method"]), str(fields["variant"]))
 
 
 def _cost(value: Value | None, metric: str) -> float:
-    assert value is not None  # the caller has looked
+    assert value is not None  # checked by the caller
     return value.mean if metric in LOWER_IS_BETTER else -value.mean
 
 
@@ -192,25 +207,25 @@ def _beats(this: Value, other: Value, metric: str) -> bool:
     return _cost(this, metric) < _cost(other, metric)
 
 
-def _precise(value: Value | None, metric: str) -> str:
-    return "" if value is None else precise(value.mean, metric)
+def _format_optional(value: Value | None, metric: str) -> str:
+    return "" if value is None else format_precise(value.mean, metric)
 
 
-def _words(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> str:
+def _format_row(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> str:
     if value is not None:
-        return f"{row.label} {with_interval(value, metric)}"
-    reasons = list(grid.failed(row, length).values())
+        return f"{row.label} {format_with_interval(value, metric)}"
+    reasons = list(grid.failures(row, length).values())
     return f"{row.label} failed ({reasons[0]})" if reasons else f"{row.label} is not measured"
 
 
-def _told(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> dict[str, Any]:
+def _describe_value(grid: Grid, row: Row, length: int, metric: str, value: Value | None) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     if value is not None:
         numbers = {key: _finite(getattr(value, key)) for key in ("mean", "low", "high", "least", "most")}
         numbers["seeds"] = value.seeds
-    failed = list(grid.failed(row, length).values())
-    told = {"method": row.method, "variant": row.variant, "length": length, "metric": metric}
-    return told | numbers | ({"failed": failed} if failed else {})
+    reasons = list(grid.failures(row, length).values())
+    key = {"method": row.method, "variant": row.variant, "length": length, "metric": metric}
+    return key | numbers | ({"failed": reasons} if reasons else {})
 
 
 def _finite(value: float) -> float | None:

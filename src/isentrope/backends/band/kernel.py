@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from isentrope.backends.merge import Part
+from isentrope.backends.merge import PartialOutput
 from isentrope.core.compile import device_context
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
@@ -38,7 +38,7 @@ def launch(
     sinks: int = 0,
     sink_keys: Tensor | None = None,
     sink_angles: Angles | None = None,
-    far: Part | None = None,
+    far: PartialOutput | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
 
@@ -70,7 +70,7 @@ def launch(
     cos, sin = angles or (lse, lse)
     sink_cos, sink_sin = sink_angles or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
-    far_out, far_lse, first = far or Part(out, lse, 0)
+    far_out, far_lse, first = far or PartialOutput(out, lse, 0)
     with device_context(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
             q, _describe_blocks(k, columns), _describe_blocks(v, columns), v, sink_keys, out, lse,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from isentrope.analysis import inspect
-from isentrope.analysis.inspect import Config
+from isentrope.analysis.inspect import InspectConfig
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.evaluation.texts import Text
 from isentrope.experiments.checkpoints import prepare_checkpoints
@@ -39,11 +39,11 @@ def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], No
     index = corpus.store.sha256.index(row["sha256"])
     text = Text(row["name"], row["sha256"], tuple(corpus.store[index][:4096].tolist()))
     folders: dict[str, list[Path]] = {"f1": [], "f2": [], "f7": []}
-    wanted = [("f1", line.checkpoint, line.recipe, Config((512,))) for line in sweep.rows]
-    wanted += [("f7", line.checkpoint, line.recipe, Config((1024,))) for line in sweep.rows]
+    wanted = [("f1", line.checkpoint, line.recipe, InspectConfig((512,))) for line in sweep.rows]
+    wanted += [("f7", line.checkpoint, line.recipe, InspectConfig((1024,))) for line in sweep.rows]
     wanted += [
-        ("f2", "cosine16", "rope+window:size=64+cosine:alpha=16", Config.read("4096", inset=INSET)),
-        ("f2", "cosine128", "rope+cosine:alpha=128", Config((4096,))),
+        ("f2", "cosine16", "rope+window:size=64+cosine:alpha=16", InspectConfig.parse("4096", inset=INSET)),
+        ("f2", "cosine128", "rope+cosine:alpha=128", InspectConfig((4096,))),
     ]
     for figure, name, recipe, config in wanted:
         model = trained[name, 0]
@@ -53,7 +53,8 @@ def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], No
             raise ValueError(model.failure)
         if not _is_inspected(folder, text, recipe, config):
             notify(f"inspecting {name}, {config.lengths[-1]} tokens")
-            inspect.measure(inspect.load(str(model.folder), recipe), str(model.folder), text, config, folder)
+            loaded = inspect.load_model(str(model.folder), recipe)
+            inspect.measure_attention(loaded, str(model.folder), text, config, folder)
     return folders
 
 
@@ -72,7 +73,7 @@ def _load_masked_plan(name: str) -> MaskedPlan:
     return plan
 
 
-def _is_inspected(folder: Path, text: Text, recipe: str, config: Config) -> bool:
+def _is_inspected(folder: Path, text: Text, recipe: str, config: InspectConfig) -> bool:
     """Return whether the same was inspected before, as the request beside the results says; record it if not."""
     results, request_file = folder / "inspect.json", folder / "asked.json"
     request = json.loads(json.dumps([text.sha256, recipe, asdict(config)]))

@@ -1,4 +1,4 @@
-"""A partition as a figure: features, clusters and the test documents drawn from them."""
+"""A partition: features of documents, their clusters, and the test documents drawn from them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from isentrope.report.figures.laws import GREY, INK, RC, save
+from isentrope.report.figures.style import GREY, INK, RC_PARAMS, save_figure
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
-# Paul Tol's "bright": blue and red differ for colour-blind readers, and so do the markers
-CLUSTERS = (("#4477AA", "o"), ("#EE6677", "^"))
-LARGE: dict[Any, Any] = {"font.size": 14, "axes.titlesize": 15}  # legible at half the width of a page
-DRAWN: dict[str, Any] = {"s": 120, "alpha": 1, "edgecolors": INK, "linewidths": 1.3, "zorder": 3}
+# Paul Tol's "bright" blue and red, which colour-blind readers can tell apart
+CLUSTER_STYLES = (("#4477AA", "o"), ("#EE6677", "^"))
+LARGE_FONTS: dict[Any, Any] = {"font.size": 14, "axes.titlesize": 15}  # readable at half the width of a page
+TEST_STYLE: dict[str, Any] = {"s": 120, "alpha": 1, "edgecolors": INK, "linewidths": 1.3, "zorder": 3}
 
 
-def partition(manifest: Path, out: Path | None = None) -> list[Path]:
-    """The three panels of the paper's appendix A.1, as `partition.png` and `.svg` beside the manifest, or as `out`."""
+def draw_partition(manifest: Path, out: Path | None = None) -> list[Path]:
+    """Draw the panels of the paper's appendix A.1 as `partition.png` and `.svg` beside the manifest, or as `out`."""
     data = read_fields(manifest, RERUN_REMEDY, "documents")
-    held = [row for row in data["documents"] if "pca" in row]
-    with matplotlib.rc_context(RC | LARGE):
+    held_out = [row for row in data["documents"] if "pca" in row]
+    with matplotlib.rc_context(RC_PARAMS | LARGE_FONTS):
         figure = Figure(figsize=(13, 5.2), layout="constrained")
         features, clusters, test = figure.subplots(1, 3, sharex=True, sharey=True)
-        _points(features, held, f"{len(held)} held out", color=GREY, marker="o")
-        for cluster, (colour, marker) in enumerate(CLUSTERS):
-            rows = [row for row in held if row["cluster"] == cluster]
-            drawn = [row for row in rows if row["set"] == "test"]
-            _points(clusters, rows, f"cluster {cluster} ({len(rows)})", color=colour, marker=marker)
-            _points(test, rows, None, color=colour, marker=marker, alpha=0.2)
-            _points(test, drawn, f"{len(drawn)} of cluster {cluster}", color=colour, marker=marker, **DRAWN)
+        _draw_points(features, held_out, f"{len(held_out)} held out", color=GREY, marker="o")
+        for cluster, (colour, marker) in enumerate(CLUSTER_STYLES):
+            rows = [row for row in held_out if row["cluster"] == cluster]
+            tested = [row for row in rows if row["set"] == "test"]
+            _draw_points(clusters, rows, f"cluster {cluster} ({len(rows)})", color=colour, marker=marker)
+            _draw_points(test, rows, None, color=colour, marker=marker, alpha=0.2)
+            _draw_points(test, tested, f"{len(tested)} of cluster {cluster}", color=colour, marker=marker, **TEST_STYLE)
         titles = ("(a) Features, PCA", "(b) Clusters", "(c) Test documents")
         for axes, title in zip((features, clusters, test), titles, strict=True):
             axes.set_title(title)
@@ -45,11 +45,10 @@ def partition(manifest: Path, out: Path | None = None) -> list[Path]:
                 columnspacing=1,
             )
         features.set_ylabel("second component")
-        out = out or manifest.with_name("partition")
-        return [save(figure, out.with_name(out.name + suffix)) for suffix in (".png", ".svg")]
+        return save_figure(figure, out or manifest.with_name("partition"))
 
 
-def _points(axes: Axes, rows: list[dict[str, Any]], label: str | None, **style: Any) -> None:
+def _draw_points(axes: Axes, rows: list[dict[str, Any]], label: str | None, **style: Any) -> None:
     if rows:
         x, y = zip(*(row["pca"] for row in rows), strict=True)
         axes.scatter(x, y, label=label, **({"s": 28, "alpha": 0.75, "linewidths": 0} | style))

@@ -1,4 +1,4 @@
-"""Pieces of a page: tables that are only read, figures inside it, and what is folded away."""
+"""HTML fragments: plain tables, embedded figures and folded details."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-HEAVY = 2 << 20  # bytes of an SVG above which the PNG beside it is shown
-KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
+MAX_SVG_BYTES = 2 << 20  # a larger SVG is replaced by its PNG
+MIME_TYPES = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
-def plain(rows: list[list[str]], name: str) -> str:
-    """A table that is only read; its first line has the headings."""
+def render_table(rows: list[list[str]], name: str) -> str:
+    """Render a table without sorting; its first row has the headings."""
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in rows[0])
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -24,26 +24,26 @@ def plain(rows: list[list[str]], name: str) -> str:
     )
 
 
-def figure(paths: dict[str, Path], caption: str) -> str:
-    """One of a figure's files by suffix: the SVG, or the PNG where that is heavy."""
+def render_figure(paths: dict[str, Path], caption: str) -> str:
+    """Embed a figure, given its files by suffix: the SVG, or the PNG if that is too large."""
     path = paths.get(".svg") or paths[".png"]
-    if ".png" in paths and path.stat().st_size > HEAVY:
+    if ".png" in paths and path.stat().st_size > MAX_SVG_BYTES:
         path = paths[".png"]
-    data, words = base64.b64encode(path.read_bytes()).decode(), escape(caption)
+    data, text = base64.b64encode(path.read_bytes()).decode(), escape(caption)
     return (
-        f'<figure><img src="data:{KINDS[path.suffix]};base64,{data}" alt="{words}">'
-        f"<figcaption>{words}</figcaption></figure>"
+        f'<figure><img src="data:{MIME_TYPES[path.suffix]};base64,{data}" alt="{text}">'
+        f"<figcaption>{text}</figcaption></figure>"
     )
 
 
-def fold(title: str, content: Any) -> str:
-    return f"<details><summary>{escape(title)}</summary>{tree(content)}</details>" if content else ""
+def render_details(title: str, content: Any) -> str:
+    return f"<details><summary>{escape(title)}</summary>{render_value(content)}</details>" if content else ""
 
 
-def tree(content: Any) -> str:
+def render_value(content: Any) -> str:
     if isinstance(content, dict):
-        pairs = "".join(f"<dt>{escape(str(key))}</dt><dd>{tree(value)}</dd>" for key, value in content.items())
+        pairs = "".join(f"<dt>{escape(str(key))}</dt><dd>{render_value(value)}</dd>" for key, value in content.items())
         return f"<dl>{pairs}</dl>"
     if isinstance(content, list):
-        return ", ".join(tree(value) for value in content)
+        return ", ".join(render_value(value) for value in content)
     return escape("none" if content is None else str(content))

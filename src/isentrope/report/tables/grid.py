@@ -1,4 +1,4 @@
-"""A study's tables: for a terminal, in Markdown and LaTeX as the paper prints them, and every number as CSV."""
+"""A plan's tables: for a terminal, in Markdown and LaTeX as the paper prints them, and every number as CSV."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from isentrope.report.claims import judge, said
-from isentrope.report.load import METRICS, PROTOCOLS, Grid, Plan, Row, Value, read
-from isentrope.report.tables.numbers import number
-from isentrope.report.tables.published import CAPTION, NOTHING, UNSHOWN, Beside, beside
-from isentrope.report.tables.terminal import STYLE
+from isentrope.report.claims import evaluate_claims, format_verdict
+from isentrope.report.load import METRICS, PROTOCOLS, Grid, PlanResults, Row, Value, load_plans
+from isentrope.report.tables.numbers import format_number
+from isentrope.report.tables.published import (
+    FIGURE_CAPTION,
+    NOT_MEASURED_TEXT,
+    ROUNDING_NOTE,
+    PaperComparison,
+    compare_with_paper,
+)
+from isentrope.report.tables.terminal import TABLE_STYLE
 from isentrope.utils.files import write_atomically
 
-FAILED, ABSENT = "–", ""
-COLUMNS = (
+FAILED_TEXT, MISSING_TEXT = "–", ""
+CSV_COLUMNS = (
     "plan", "protocol", "method", "variant", "checkpoint", "seed", "recipe", "length", "documents", "skipped",
     "predictions", "ppl", "ppl_low", "ppl_high", "acc", "acc_low", "acc_high", "entropy", "entropy_ratio",
     "seconds", "tokens_per_second", "peak_bytes", "failed", "key",
@@ -32,8 +38,8 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A cell as it is printed; rank 1 is bold and 2 underlined."""
+class TableCell:
+    """A formatted cell; rank 1 is bold and 2 underlined."""
 
     text: str
     rank: int
@@ -41,106 +47,110 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A grid as it is printed, whatever the format."""
+class GridTable:
+    """A grid formatted for any kind of output."""
 
     grid: Grid
     labels: dict[Row, str]
-    entries: dict[tuple[Row, int, str], Entry]
+    cells: dict[tuple[Row, int, str], TableCell]
     caption: str
     notes: list[str]
 
     def starts_group(self, row: Row) -> bool:
         """Whether the row is the first of its method, where methods have several rows."""
         rows = self.grid.plan.rows
-        place = rows.index(row)
+        index = rows.index(row)
         grouped = any(a.method == b.method for a, b in pairwise(rows))
-        return grouped and (place == 0 or rows[place - 1].method != row.method)
+        return grouped and (index == 0 or rows[index - 1].method != row.method)
 
 
-def sheet(grid: Grid, cap: bool = False) -> Sheet:
+def format_grid(grid: Grid, cap: bool = False) -> GridTable:
+    """Format a grid's cells, labels, caption and notes; cap: print >500 and <0.1 as the paper does."""
     plan = grid.plan
     variants = {row.variant for row in plan.rows}
     shared = len(variants) == 1 and len(plan.rows) > 1
     labels = {row: row.method if shared else row.label for row in plan.rows}
-    entries = {}
+    cells = {}
     for length in plan.lengths:
         for metric in plan.metrics:
             ranks = grid.ranks(length, metric)
             for row in plan.rows:
                 value = grid.value(row, length, metric)
-                text = ABSENT if value is None else number(value.mean, metric, cap)
-                if value is None and grid.failed(row, length):
-                    text = FAILED
-                # beyond the cap all look alike, and none is singled out
+                text = MISSING_TEXT if value is None else format_number(value.mean, metric, cap)
+                if value is None and grid.failures(row, length):
+                    text = FAILED_TEXT
+                # beyond the cap all cells have the same text, and no rank
                 rank = 0 if text.startswith(("<", ">")) else ranks.get(row, 0)
-                entries[row, length, metric] = Entry(text, rank, value)
+                cells[row, length, metric] = TableCell(text, rank, value)
     common = f" All with {next(iter(variants)).rstrip('.')}." if shared and variants - {"plain", "", "both"} else ""
-    return Sheet(grid, labels, entries, caption(grid) + common, notes(grid))
+    return GridTable(grid, labels, cells, write_caption(grid) + common, list_notes(grid))
 
 
-def caption(grid: Grid) -> str:
-    """How the numbers came about, in one paragraph."""
-    plan, told = grid.plan, grid.plan.told
+def write_caption(grid: Grid) -> str:
+    """Describe in one paragraph how the numbers were measured."""
+    plan, metadata = grid.plan, grid.plan.metadata
     meaning = {"ppl": "perplexity (PPL, lower is better)", "acc": "accuracy (ACC, higher is better)"}
     what = " and ".join(meaning[metric] for metric in plan.metrics)
-    trained = f", trained at {told['train_length']}" if told.get("train_length") else ""
-    masked = PROTOCOLS.get(grid.protocol, grid.protocol) + _positions(grid)
+    trained = f", trained at {metadata['train_length']}" if metadata.get("train_length") else ""
+    masked = PROTOCOLS.get(grid.protocol, grid.protocol) + _describe_positions(grid)
     documents = grid.documents
     most = max(documents.values(), default=0)
     fewer = ", ".join(f"{count} at {length}" for length, count in documents.items() if count < most)
     tested = f"{most} document{'s' * (most != 1)}" + (f" ({fewer}: the others are shorter)" if fewer else "")
-    corpus = Path(str((told.get("data") or {}).get("name") or "")).name
+    corpus = Path(str((metadata.get("data") or {}).get("name") or "")).name
     return (
         f"{what[0].upper()}{what[1:]} by length in tokens{trained}. Protocol: {masked}; {tested}"
-        f"{f' of {corpus}' if corpus else ''}; {_seeds(grid)}. Bold: best, underlined: second best of each column."
+        f"{f' of {corpus}' if corpus else ''}; {_describe_seeds(grid)}. "
+        "Bold: best, underlined: second best of each column."
     )
 
 
-def _positions(grid: Grid) -> str:
-    """Predictions a document, as they were counted."""
-    told = grid.plan.told
-    if grid.protocol == told["protocol"] == "single" and not told.get("positions"):
+def _describe_positions(grid: Grid) -> str:
+    """Describe how many predictions each document has."""
+    metadata = grid.plan.metadata
+    if grid.protocol == metadata["protocol"] == "single" and not metadata.get("positions"):
         return ", every position"
     counts = {document["count"] for cell in grid.cells for document in cell.get("documents") or []}
     if not counts:
-        return f", {told['positions']} positions a document" if told.get("positions") else ""
+        return f", {metadata['positions']} positions per document" if metadata.get("positions") else ""
     low, high = min(counts), max(counts)
-    return f", {low if low == high else f'{low}–{high}'} positions a document"
+    return f", {low if low == high else f'{low}–{high}'} positions per document"
 
 
-def _seeds(grid: Grid) -> str:
+def _describe_seeds(grid: Grid) -> str:
     if len(grid.seeds) < 2:
         return f"seed {grid.seeds[0]}" if grid.seeds else "no seed yet"
     spreads = []
     for metric in grid.plan.metrics:
-        found = [
+        differences = [
             (v.most - v.least) if metric == "acc" else (v.most / v.least - 1)
             for row in grid.plan.rows for length in grid.plan.lengths
             if (v := grid.value(row, length, metric)) and v.seeds > 1 and isfinite(v.most)
         ]  # fmt: skip
-        if found:
+        if differences:
             spreads.append(
-                f"{max(found):.3f} in ACC" if metric == "acc" else f"{_share(max(found))} in {METRICS[metric]}"
+                f"{max(differences):.3f} in ACC"
+                if metric == "acc"
+                else f"{_format_ratio(max(differences))} in {METRICS[metric]}"
             )
     apart = f", which differ by at most {' and '.join(spreads)}" if spreads else ""
     return f"mean over {len(grid.seeds)} training seeds{apart}"
 
 
-def _share(x: float) -> str:
+def _format_ratio(x: float) -> str:
     return f"{100 * x:.1f} %" if x < 1 else f"a factor of {1 + x:.3g}"
 
 
-def notes(grid: Grid) -> list[str]:
-    """What a reader must know about single cells: failures with their reasons, gaps, fewer seeds; the plan's notes."""
+def list_notes(grid: Grid) -> list[str]:
+    """List failures with their reasons, missing cells, cells with fewer seeds, and the plan's own notes."""
     plan = grid.plan
-    # rows that failed alike at the same lengths share a line
-    alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Row]] = {}
+    # rows with the same failure at the same lengths share a note
+    failures: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Row]] = {}
     missing, fewer = 0, []
     for row in plan.rows:
         reasons: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for length in plan.lengths:
-            cells, failed = grid.placed.get((row, length), {}), grid.failed(row, length)
+            cells, failed = grid.cells_by_seed.get((row, length), {}), grid.failures(row, length)
             missing += not cells
             for reason in dict.fromkeys(failed.values()):
                 seeds = tuple(sorted(seed for seed, why in failed.items() if why == reason))
@@ -148,125 +158,138 @@ def notes(grid: Grid) -> list[str]:
             if cells and not failed and len(cells) < len(grid.seeds):
                 fewer.append(f"{row.label} at {length} ({len(cells)} of {len(grid.seeds)})")
         for (reason, seeds), lengths in reasons.items():
-            alike.setdefault((reason, seeds, tuple(lengths)), []).append(row)
-    found = []
-    for (reason, seeds, at), rows in alike.items():
+            failures.setdefault((reason, seeds, tuple(lengths)), []).append(row)
+    notes = []
+    for (reason, seeds, lengths_failed), rows in failures.items():
         some = len(seeds) < len(grid.seeds)
         which = f", seed {', '.join(map(str, seeds))} alone" if some else ""
         names = "; ".join(row.label for row in rows)
-        found.append(f"{FAILED} {names} at {', '.join(map(str, at))}{which}: failed, {reason}")
+        notes.append(f"{FAILED_TEXT} {names} at {', '.join(map(str, lengths_failed))}{which}: failed, {reason}")
     if fewer:
         more = f" and {len(fewer) - 6} more" if len(fewer) > 6 else ""
-        found.append(f"Fewer seeds: {', '.join(fewer[:6])}{more}.")
+        notes.append(f"Fewer seeds: {', '.join(fewer[:6])}{more}.")
     if missing:
         total = len(plan.rows) * len(plan.lengths)
-        found.append(f"Empty: not measured yet ({missing} of {total} cells).")
-    if grid.stray:
-        found.append(f"{grid.stray} measured cells belong to no row of the plan; they are in table.csv.")
-    return found + [str(note) for note in plan.told.get("notes") or []]
+        notes.append(f"Empty: not measured yet ({missing} of {total} cells).")
+    if grid.unplanned_count:
+        notes.append(f"{grid.unplanned_count} measured cells belong to no row of the plan; they are in table.csv.")
+    return notes + [str(note) for note in plan.metadata.get("notes") or []]
 
 
-def write(folder: Path, cap: bool = False) -> list[Path]:
-    """Write `table.md`, `.tex`, `.csv`, `claims.json` and, where the paper has its table, `beside.md` for each plan."""
+def write_tables(folder: Path, cap: bool = False) -> list[Path]:
+    """Write `table.md`, `.tex`, `.csv`, `claims.json` and, if the paper has its table, `beside.md` for each plan.
+
+    Args:
+        folder: a plan's folder, or one whose subfolders are.
+        cap: whether to print >500 and <0.1 as the paper does.
+    """
     written = []
-    for plan in read(folder):
-        sheets = [sheet(grid, cap) for grid in plan.grids]
-        verdicts = [verdict for grid in plan.grids for verdict in judge(grid)]
+    for plan in load_plans(folder):
+        tables = [format_grid(grid, cap) for grid in plan.grids]
+        verdicts = [verdict for grid in plan.grids for verdict in evaluate_claims(grid)]
         texts = {
-            "table.md": "\n".join(map(markdown, sheets)),
-            "table.tex": "\n".join(map(latex, sheets)),
-            "table.csv": comma_separated(plan),
+            "table.md": "\n".join(map(render_markdown, tables)),
+            "table.tex": "\n".join(map(render_latex, tables)),
+            "table.csv": render_csv(plan),
             "claims.json": json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n",
         }
-        drawn = beside(plan.grids[0]) if "acc" in plan.metrics else None
-        pages = [beside_markdown(both, page.labels, cap) for page in sheets if (both := beside(page.grid))]
-        if pages:
-            texts["beside.md"] = "\n".join(pages + ([f"![{_md(CAPTION)}](beside.png)\n"] if drawn else []))
+        drawn = compare_with_paper(plan.grids[0]) if "acc" in plan.metrics else None
+        sections = [
+            render_comparison(comparison, table.labels, cap)
+            for table in tables
+            if (comparison := compare_with_paper(table.grid))
+        ]
+        if sections:
+            image = [f"![{_escape_markdown(FIGURE_CAPTION)}](beside.png)\n"] if drawn else []
+            texts["beside.md"] = "\n".join(sections + image)
         for name, text in texts.items():
             with write_atomically(plan.folder / name) as file:
                 file.write_text(text, encoding="utf-8", newline="\n")
             written.append(plan.folder / name)
         if drawn:
-            from isentrope.report.figures.curves import draw_beside  # matplotlib, where there is something to draw
+            from isentrope.report.figures.curves import draw_comparison  # imports matplotlib only to draw
 
-            written += draw_beside(drawn, plan.folder / "beside")
+            written += draw_comparison(drawn, plan.folder / "beside")
     return written
 
 
-def terminal(folder: Path, cap: bool = False) -> Group:
-    """The tables of each plan in a folder and what became of its claims."""
+def render_terminal(folder: Path, cap: bool = False) -> Group:
+    """Render the tables of each plan in a folder and the verdicts on its claims."""
     parts: list[RenderableType] = []
-    for grid in (grid for plan in read(folder) for grid in plan.grids):
-        page = sheet(grid, cap)
-        parts += [_terminal(page, metric) for metric in grid.plan.metrics if grid.plan.rows]
-        parts += [Text(text) for text in (page.caption, *page.notes)]
-        parts += [Text(found.sentence()) for found in [beside(grid)] if found and found.sentence()]
-        for verdict in judge(grid):
+    for grid in (grid for plan in load_plans(folder) for grid in plan.grids):
+        table = format_grid(grid, cap)
+        parts += [_render_metric(table, metric) for metric in grid.plan.metrics if grid.plan.rows]
+        parts += [Text(text) for text in (table.caption, *table.notes)]
+        if (comparison := compare_with_paper(grid)) and (sentence := comparison.summarize()):
+            parts.append(Text(sentence))
+        for verdict in evaluate_claims(grid):
             numbers = "; ".join([verdict["words"], *([verdict["paper"]["words"]] if verdict["paper"] else [])])
-            parts.append(Text(f"{said(verdict)}: {verdict['text']} ({numbers})"))
+            parts.append(Text(f"{format_verdict(verdict)}: {verdict['text']} ({numbers})"))
     return Group(*parts)
 
 
-def _terminal(page: Sheet, metric: str) -> Table:
-    """One table a metric, so that six lengths fit 80 columns."""
-    plan = page.grid.plan
-    table = Table(title=escape(f"{plan.title}: {METRICS[metric]}"), **STYLE)
-    table.add_column("method")
+def _render_metric(table: GridTable, metric: str) -> Table:
+    """Render one metric, so that six lengths fit 80 columns."""
+    plan = table.grid.plan
+    rendered = Table(title=escape(f"{plan.title}: {METRICS[metric]}"), **TABLE_STYLE)
+    rendered.add_column("method")
     for length in plan.lengths:
-        table.add_column(str(length), justify="right", no_wrap=True)
+        rendered.add_column(str(length), justify="right", no_wrap=True)
     for row in plan.rows:
-        if page.starts_group(row) and row != plan.rows[0]:
-            table.add_section()
-        entries = [page.entries[row, length, metric] for length in plan.lengths]
-        cells = [Text(entry.text, ("", "bold", "underline")[entry.rank]) for entry in entries]
-        table.add_row(Text(page.labels[row]), *cells)
-    return table
+        if table.starts_group(row) and row != plan.rows[0]:
+            rendered.add_section()
+        cells = [table.cells[row, length, metric] for length in plan.lengths]
+        texts = [Text(cell.text, ("", "bold", "underline")[cell.rank]) for cell in cells]
+        rendered.add_row(Text(table.labels[row]), *texts)
+    return rendered
 
 
-def markdown(page: Sheet) -> str:
-    plan = page.grid.plan
+def render_markdown(table: GridTable) -> str:
+    plan = table.grid.plan
     columns = [(length, metric) for length in plan.lengths for metric in plan.metrics]
-    lines = [f"## {_md(plan.title)}", "", _md(page.caption), ""]
+    lines = [f"## {_escape_markdown(plan.title)}", "", _escape_markdown(table.caption), ""]
     if plan.rows:
         lines.append("| Method | " + " | ".join(f"{length} {METRICS[metric]}" for length, metric in columns) + " |")
         lines.append("|:--|" + "--:|" * len(columns))
     for row in plan.rows:
-        entries = [page.entries[row, *column] for column in columns]
-        marked = [("{}", "**{}**", "<u>{}</u>")[entry.rank].format(_md(entry.text)) for entry in entries]
-        lines.append(f"| {_md(page.labels[row])} | " + " | ".join(marked) + " |")
-    if page.notes:
-        lines += ["", *(f"- {_md(note)}" for note in page.notes)]
+        cells = [table.cells[row, *column] for column in columns]
+        marked = [("{}", "**{}**", "<u>{}</u>")[cell.rank].format(_escape_markdown(cell.text)) for cell in cells]
+        lines.append(f"| {_escape_markdown(table.labels[row])} | " + " | ".join(marked) + " |")
+    if table.notes:
+        lines += ["", *(f"- {_escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
 
 
-def beside_markdown(found: Beside, labels: dict[Row, str], cap: bool = False) -> str:
-    """The paper's numbers and ours, a table for each metric, and how many changes go the same way."""
-    plan, how = found.grid.plan, PROTOCOLS.get(found.grid.protocol, found.grid.protocol)
-    about = f"The paper's {found.table.label} beside what was measured here, {how}; {NOTHING} where nothing was."
-    lines = [f"## {_md(plan.title)}, beside the paper", "", _md(about)]
-    if sentence := found.sentence():
-        lines += ["", _md(f"{sentence} {UNSHOWN}")]
-    for metric in reversed(plan.metrics):
-        for heads, *rows in filter(None, (found.numbers(metric, labels, cap), found.counts(metric))):
-            lines += ["", _line(heads), "|:--|" + "--:|" * (len(heads) - 1), *map(_line, rows)]
+def render_comparison(comparison: PaperComparison, labels: dict[Row, str], cap: bool = False) -> str:
+    """Render the paper's numbers and ours in Markdown, a table for each metric, and how many changes agree."""
+    grid = comparison.grid
+    protocol = PROTOCOLS.get(grid.protocol, grid.protocol)
+    about = f"The paper's {comparison.table.label} / this study, {protocol}; {NOT_MEASURED_TEXT}: not measured."
+    lines = [f"## {_escape_markdown(grid.plan.title)}: comparison with the paper", "", _escape_markdown(about)]
+    if sentence := comparison.summarize():
+        lines += ["", _escape_markdown(f"{sentence} {ROUNDING_NOTE}")]
+    for metric in reversed(grid.plan.metrics):
+        tables = (comparison.number_rows(metric, labels, cap), comparison.agreement_rows(metric))
+        for heads, *rows in filter(None, tables):
+            lines += ["", _markdown_row(heads), "|:--|" + "--:|" * (len(heads) - 1), *map(_markdown_row, rows)]
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(map(_md, cells))} |"
+def _markdown_row(cells: list[str]) -> str:
+    return f"| {' | '.join(map(_escape_markdown, cells))} |"
 
 
-def latex(page: Sheet) -> str:
-    """A `table*` in the paper's arrangement: PPL and ACC under each length; needs the package booktabs."""
-    plan = page.grid.plan
+def render_latex(table: GridTable) -> str:
+    """Render a `table*` in the paper's layout, PPL and ACC under each length; needs the package booktabs."""
+    plan = table.grid.plan
     lengths, wide = plan.lengths, len(plan.metrics)
     ends = [(2 + wide * i, 1 + wide * (i + 1)) for i in range(len(lengths))]
     group = r"@{\hspace{0.25cm}}" + "r" * wide
-    label = plan.told.get("label") or "table " + re.sub(r"[^\w.-]", "-", plan.name)
+    label = plan.metadata.get("label") or "table " + re.sub(r"[^\w.-]", "-", plan.name)
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table*}[t]",
-        rf"\caption{{{_tex(plan.title)}. {_tex(page.caption)}}}",
+        rf"\caption{{{_escape_latex(plan.title)}. {_escape_latex(table.caption)}}}",
         rf"\label{{{label}}}",
         r"\centering",
         rf"\begin{{tabular}}{{l{group * len(lengths)}}}",
@@ -281,22 +304,22 @@ def latex(page: Sheet) -> str:
         ]
     lines.append("Methods & " + " & ".join(METRICS[metric] for _ in lengths for metric in plan.metrics) + r" \\")
     for row in plan.rows:
-        if page.starts_group(row) or row == plan.rows[0]:
+        if table.starts_group(row) or row == plan.rows[0]:
             lines.append(r"\midrule")
-        entries = [page.entries[row, length, metric] for length in lengths for metric in plan.metrics]
+        cells = [table.cells[row, length, metric] for length in lengths for metric in plan.metrics]
         marked = [
-            ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")[entry.rank].format(_tex(entry.text)) for entry in entries
+            ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")[cell.rank].format(_escape_latex(cell.text)) for cell in cells
         ]
-        lines.append(" & ".join([_tex(page.labels[row]), *marked]) + r" \\")
+        lines.append(" & ".join([_escape_latex(table.labels[row]), *marked]) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]
-    lines += [rf"\par\smallskip{{\footnotesize {_tex(note)}}}" for note in page.notes]
+    lines += [rf"\par\smallskip{{\footnotesize {_escape_latex(note)}}}" for note in table.notes]
     return "\n".join([*lines, r"\end{table*}"]) + "\n"
 
 
-def comma_separated(plan: Plan) -> str:
-    """Every cell of every protocol and seed as it was measured; lists as JSON."""
+def render_csv(plan: PlanResults) -> str:
+    """Render every cell of every protocol and seed as measured; lists as JSON."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for cell in plan.cells:
         documents = cell.get("documents") or []
@@ -308,12 +331,12 @@ def comma_separated(plan: Plan) -> str:
     return file.getvalue()
 
 
-def _md(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     text = re.sub(r"([\\`*_|\[\]#~])", r"\\\1", " ".join(text.split()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-TEX = {
+TEX_ESCAPES = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"$<$", ">": r"$>$", "–": "--", "—": "---",
     "…": r"\dots{}", "×": r"$\times$", "≥": r"$\geq$", "≤": r"$\leq$", "−": r"$-$", "∞": r"$\infty$", "→": r"$\to$",
@@ -322,5 +345,5 @@ TEX = {
 }  # fmt: skip
 
 
-def _tex(text: str) -> str:
-    return "".join(TEX.get(letter, letter) for letter in " ".join(text.split()))
+def _escape_latex(text: str) -> str:
+    return "".join(TEX_ESCAPES.get(letter, letter) for letter in " ".join(text.split()))

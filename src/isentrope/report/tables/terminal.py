@@ -12,9 +12,10 @@ from rich import box
 from rich.table import Table
 
 from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
+from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
-STYLE: dict[str, Any] = {
+TABLE_STYLE: dict[str, Any] = {
     "box": box.SIMPLE_HEAD,
     "title_style": "bold",
     "title_justify": "left",
@@ -22,12 +23,11 @@ STYLE: dict[str, Any] = {
     "pad_edge": False,
     "collapse_padding": True,
 }
-# lengths a table shows, so that it fits 80 columns; the results file has them all
-SHOWN = 4
+MAX_LENGTHS = 4  # so that a table fits 80 columns
 
 
-def laws(results: Path) -> Table:
-    """One row for each law of `laws.json`: measured entropy at a few lengths, its drift and the theory's, and τ."""
+def build_laws_table(results: Path) -> Table:
+    """Build a table of `laws.json`: entropy of each law at a few lengths, its drift and the theory's, and τ."""
     data = read_fields(results, RERUN_REMEDY)
     config, lengths = data["config"], data["lengths"]
     first, last = lengths[0], lengths[-1]
@@ -40,12 +40,12 @@ def laws(results: Path) -> Table:
             "* where too few keys carry the weight for it to hold.\n"
             f"τ: at n = {last}. All laws are the bare formulas (clamp=False)."
         ),
-        **STYLE,
+        **TABLE_STYLE,
         min_width=72,  # the title in one line
     )
-    shown = _thinned(lengths)
+    columns = select_lengths(lengths)
     table.add_column("law", no_wrap=True)
-    for n in shown:
+    for n in columns:
         table.add_column(f"n={n}" if n == first else str(n), justify="right")
     for name in ("drift", "theory", "τ"):
         table.add_column(name, justify="right")
@@ -54,26 +54,26 @@ def laws(results: Path) -> Table:
         start, end = rows[law["key"], first], rows[law["key"], last]
         table.add_row(
             law["label"],
-            *(f"{rows[law['key'], n]['entropy']:.2f}" for n in shown),
-            _signed(end["entropy"] - start["entropy"]),
-            _signed(end["theory"] - start["theory"]) + (" " if start["settled"] and end["settled"] else "*"),
+            *(f"{rows[law['key'], n]['entropy']:.2f}" for n in columns),
+            _format_drift(end["entropy"] - start["entropy"]),
+            _format_drift(end["theory"] - start["theory"]) + (" " if start["settled"] and end["settled"] else "*"),
             f"{end['tau']:.2f}",
         )
     return table
 
 
-def _signed(value: float) -> str:
+def _format_drift(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0 makes -0.0 a plain zero
 
 
-def _thinned(lengths: list[int]) -> list[int]:
-    """At most SHOWN of the lengths, evenly, the first and the last among them."""
-    step = ceil((len(lengths) - 1) / (SHOWN - 1))
+def select_lengths(lengths: list[int]) -> list[int]:
+    """Select at most MAX_LENGTHS lengths, evenly, with the first and the last."""
+    step = ceil((len(lengths) - 1) / (MAX_LENGTHS - 1))
     return [*lengths[:-1:step], lengths[-1]]
 
 
-def perplexity(results: Path) -> Table:
-    """One row for each recipe of `perplexity.json`, one column for each bucket of positions."""
+def build_perplexity_table(results: Path) -> Table:
+    """Build a table of `perplexity.json`: a row for each recipe, a column for each bucket of positions."""
     data = read_fields(results, RERUN_REMEDY)
     edges = data["config"]["edges"]
     texts = len(data["texts"])
@@ -81,38 +81,38 @@ def perplexity(results: Path) -> Table:
     table = Table(
         title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
         caption="The best recipe of each bucket is bold."
-        + (" Inside: change inside the training length, red where it costs more than 0.5 %." if inside else ""),
-        **STYLE,
+        + (" Inside: change inside the training length, red above 0.5 %." if inside else ""),
+        **TABLE_STYLE,
     )
     table.add_column("recipe")
     for low, high in pairwise(edges):
-        table.add_column(f"{thousands(low)}–{thousands(high)}", justify="right")
+        table.add_column(f"{format_length(low)}–{format_length(high)}", justify="right")
     if inside:
         table.add_column("inside", justify="right")
-    whole = [row["perplexity"] for row in data["rows"] if row["texts"] == texts]  # others are means over other texts
-    best = [min(values) for values in zip(*whole, strict=True)] or [None] * (len(edges) - 1)
+    complete = [row["perplexity"] for row in data["rows"] if row["texts"] == texts]  # means over the same texts
+    best = [min(values) for values in zip(*complete, strict=True)] or [None] * (len(edges) - 1)
     for row in data["rows"]:
         pairs = zip(row["perplexity"], best, strict=True)
-        cells = [perplexity_cell(x, bold=x == least) for x, least in pairs]
+        cells = [style_perplexity(x, bold=x == lowest) for x, lowest in pairs]
         if inside:
-            cells.append(_inside(inside.get(row["recipe"])))
-        table.add_row(named(row, texts), *cells)
+            cells.append(_format_degradation(inside.get(row["recipe"])))
+        table.add_row(label_recipe(row, texts), *cells)
     return table
 
 
-def named(row: Mapping[str, Any], texts: int) -> str:
-    """A recipe, with how many of the texts it was measured on where those are not all."""
+def label_recipe(row: Mapping[str, Any], texts: int) -> str:
+    """Return a recipe's text, with the number of texts if it was not measured on all."""
     return row["recipe"] if row["texts"] == texts else f"{row['recipe']} ({row['texts']} of {texts} texts)"
 
 
-def _inside(percent: float | None) -> str:
+def _format_degradation(percent: float | None) -> str:
     if percent is None:
         return ""
     return f"[red]{percent:+.2f} %[/red]" if percent > MAX_DEGRADATION_PERCENT else f"{percent:+.2f} %"
 
 
-def partition(manifest: Path) -> Table:
-    """Documents and their lengths in each set of `manifest.json`, as in the paper's appendix A.1."""
+def build_partition_table(manifest: Path) -> Table:
+    """Build a table of the documents and lengths in each set of `manifest.json`, as in the paper's appendix A.1."""
     data = read_fields(manifest, RERUN_REMEDY, "statistics", "counts")
     statistics, counts, near = data["statistics"], data["counts"], data["near_duplicates"]
     table = Table(
@@ -122,29 +122,24 @@ def partition(manifest: Path) -> Table:
             f"{near['documents']} documents in {near['clusters']} clusters of near-duplicates, "
             f"{statistics['left out']['documents']} left out."
         ),
-        **STYLE,
+        **TABLE_STYLE,
         min_width=60,
     )
-    shown = ("train", "validation", "test")
+    sets = ("train", "validation", "test")
     table.add_column("")
-    for name in shown:
+    for name in sets:
         table.add_column(name.capitalize(), justify="right")
     rows = {"number of samples": "documents", "average length": "mean", "min length": "min", "max length": "max"}
     for label, key in rows.items():
-        table.add_row(label, *(f"{statistics[name][key]:.0f}" for name in shown))
+        table.add_row(label, *(f"{statistics[name][key]:.0f}" for name in sets))
     return table
 
 
-def perplexity_cell(x: float, bold: bool) -> str:
-    text = f"{x:.3g}" if x >= 100 else f"{x:.2f}"
-    return f"[bold]{text}[/bold]" if bold else text
+def style_perplexity(x: float, bold: bool) -> str:
+    return f"[bold]{format_perplexity(x)}[/bold]" if bold else format_perplexity(x)
 
 
-def thousands(n: int) -> str:
-    return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)
-
-
-# the laws of the paper's first table, and ours
+# laws of the paper's first table, and this project's
 FORMULAS = {
     "constant": "1",
     "loglength": "ln n",
@@ -156,11 +151,11 @@ FORMULAS = {
 }
 
 
-def formulas(results: Path) -> Table:
-    """Each law as a formula, and τ at the lengths of `laws.json`."""
+def build_formulas_table(results: Path) -> Table:
+    """Build a table of each law's formula and its τ at the lengths of `laws.json`."""
     data = read_fields(results, RERUN_REMEDY)
-    lengths = data["lengths"][:: max(1, len(data["lengths"]) // SHOWN)]
-    table = Table(title="The score is multiplied by τ(n)", **STYLE)
+    lengths = data["lengths"][:: max(1, len(data["lengths"]) // MAX_LENGTHS)]
+    table = Table(title="The score is multiplied by τ(n)", **TABLE_STYLE)
     for heading in ("law", "τ(n)", *(f"n={n}" for n in lengths)):
         table.add_column(heading, justify="right" if heading.startswith("n=") else "left")
     for law in data["laws"]:
@@ -170,11 +165,11 @@ def formulas(results: Path) -> Table:
     return table
 
 
-def plans(found: list[dict[str, Any]]) -> Table:
-    """The studies there are."""
-    table = Table(**STYLE)
+def build_plans_table(descriptions: list[dict[str, Any]]) -> Table:
+    """Build a table of plans: their names, what they measure and how large they are."""
+    table = Table(**TABLE_STYLE)
     for heading in ("plan", "in the paper", "what", "trainings", "cells"):
         table.add_column(heading, justify="right" if heading in ("trainings", "cells") else "left")
-    for row in found:
+    for row in descriptions:
         table.add_row(row["name"], row["label"], row["title"], str(row["trainings"] or ""), str(row["cells"] or ""))
     return table

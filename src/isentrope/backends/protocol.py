@@ -1,0 +1,58 @@
+"""The interface of all backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from isentrope.core.call import AttentionCall
+from isentrope.core.compile import can_run_triton
+
+TRITON_HEAD_DIMS = (32, 64, 128, 256)
+
+
+class Backend(ABC):
+    """One way to compute an `AttentionCall`. A backend knows neither recipes nor, a shared kernel aside, the others.
+
+    name: as in `attention(backend=...)`.
+    gradient: "autograd" through what `forward` runs, "merged" (see `merge`), or "none".
+    reads_padding: whether padded keys enter products, so that NaN in them would reach the output.
+    has_weights: whether the attention weights exist, as dropout needs.
+    lse_has_gradient: whether gradients flow through the log-sum-exp too.
+    """
+
+    name: ClassVar[str]
+    gradient: ClassVar[Literal["autograd", "merged", "none"]] = "autograd"
+    reads_padding: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = False
+    lse_has_gradient: ClassVar[bool] = False
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        """Return why the backend cannot compute a call, or None if it can; q and k are not folded for that."""
+        return None
+
+    @abstractmethod
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the output (batch, heads, queries, dv) and the log-sum-exp (batch, heads, queries).
+
+        A query without visible keys gives zeros and -inf. The log-sum-exp may be None unless it is needed.
+        """
+
+
+def triton_refusal(call: AttentionCall) -> str | None:
+    """Return why Triton kernels that rotate queries themselves cannot take a call, gradients aside."""
+    q, k, v, rotations = call.q, call.k, call.v, call.rotations
+    if not can_run_triton(q):
+        return "it needs Triton and a GPU"
+    if q.shape[-1] not in TRITON_HEAD_DIMS or v.shape[-1] not in TRITON_HEAD_DIMS:
+        sizes = ", ".join(map(str, TRITON_HEAD_DIMS))
+        return f"it takes head sizes {sizes}, got {q.shape[-1]} and {v.shape[-1]}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "it takes contiguous vectors, got a stride between their entries"
+    if any(branch.slopes is not None for branch in call.branches):
+        return "it has no distance bias"
+    if rotations and (call.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in rotations)):
+        return "it rotates whole vectors in half layout"
+    return None

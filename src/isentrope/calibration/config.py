@@ -1,0 +1,91 @@
+"""The settings of a calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from isentrope.calibration.select import LEVELS
+from isentrope.evaluation.recipes import PLAIN, parse_recipe
+
+SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """What is fitted.
+
+    Args:
+        length: tokens read of each document.
+        recipe: what gets the temperature; it may contain {window} and {factor}.
+        windows, factors: values to put there, of which the best is kept.
+        levels: which laws are fitted, some of LEVELS.
+        budget: seconds, of all runs in one folder together; None for as long as it takes.
+        train_length: in place of what the model's config says.
+        seed: decides which documents are held out.
+    """
+
+    length: int
+    recipe: str = PLAIN
+    windows: tuple[int, ...] = ()
+    factors: tuple[float, ...] = ()
+    levels: tuple[str, ...] = LEVELS
+    budget: float | None = None
+    train_length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := [level for level in self.levels if level not in LEVELS]:
+            raise ValueError(f"levels: expected some of {', '.join(LEVELS)}, got {unknown[0]!r}")
+        for text in self.recipes:
+            temperature = parse_recipe(text).temperature
+            if temperature is not None:
+                raise ValueError(
+                    f"recipe: expected one without a temperature, which is to be fitted, got {temperature}"
+                )
+
+    @classmethod
+    def parse(cls, length: int, recipe: str, **words: Any) -> CalibrationConfig:
+        """Build from the words of a command line: lists with commas between, the budget as 10m; None for defaults."""
+        for name, kind in (("windows", int), ("factors", float)):
+            words[name] = _parse_numbers(name, words.get(name), kind)
+        levels = words.pop("levels", None)
+        levels = LEVELS if levels is None else tuple(levels.split(","))
+        return cls(length, recipe, levels=levels, budget=parse_seconds(words.pop("budget", None)), **words)
+
+    @property
+    def recipes(self) -> list[str]:
+        """The recipe, with every window and factor put in."""
+        recipes = [self.recipe]
+        for name, values in (("window", self.windows), ("factor", self.factors)):
+            slot = f"{{{name}}}"
+            if (slot in self.recipe) != bool(values):
+                raise ValueError(
+                    f"{name}s: expected numbers if, and only if, the recipe says {slot}, "
+                    f"got {list(values)} for {self.recipe!r}"
+                )
+            words = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+            recipes = [text.replace(slot, word) for text in recipes for word in words] if values else recipes
+        return recipes
+
+
+def parse_seconds(text: str | None) -> float | None:
+    """Parse a time such as 90s, 10m or 2h."""
+    if text is None:
+        return None
+    number, unit = text[:-1], text[-1:]
+    try:
+        seconds = float(number) * SECONDS_PER_UNIT[unit]
+    except (ValueError, KeyError):
+        seconds = -1.0
+    if not 0 < seconds < inf:
+        raise ValueError(f"budget: expected a time such as 90s, 10m or 2h, got {text!r}")
+    return seconds
+
+
+def _parse_numbers(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
+    try:
+        return () if text is None else tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name}: expected numbers such as 4,8, got {text!r}") from None

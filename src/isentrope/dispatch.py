@@ -1,0 +1,170 @@
+"""Choose a backend and run it: the only module that knows which one is best at what."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentrope.backends import sdpa
+from isentrope.backends.band.backend import BandBackend
+from isentrope.backends.chunked import ChunkedBackend
+from isentrope.backends.decode.backend import DecodeBackend
+from isentrope.backends.dense import DenseBackend
+from isentrope.backends.flex import FlexBackend
+from isentrope.backends.padding import blank_padding
+from isentrope.backends.protocol import Backend
+from isentrope.backends.reference import ReferenceBackend
+from isentrope.core.call import AttentionCall, is_causal, is_unmasked
+from isentrope.entropy import compute_entropy
+from isentrope.utils.text import format_value
+
+REFERENCE, DENSE, SDPA, FLEX = ReferenceBackend(), DenseBackend(), sdpa.SDPABackend(), FlexBackend()
+CHUNKED, DECODE, BAND = ChunkedBackend(), DecodeBackend(), BandBackend()
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (REFERENCE, DENSE, SDPA, FLEX, CHUNKED, DECODE, BAND)
+}
+AUTO = "auto"
+
+# Without gradients, calls with more elements of q run a few heads at a time: outputs of branches are held until they
+# are merged, and beyond 32-bit indices FlexAttention, which biased calls run on, takes twice as long.
+MAX_BRANCHED_Q_ELEMENTS = 1 << 27
+MAX_BIASED_Q_ELEMENTS = (1 << 31) - 1
+# A mask of so few query rows costs nothing.
+MAX_MASKED_QUERIES = 16
+# Attention weights up to which `dense` beats `chunked`, by measurement: as many as fit a CPU's caches, or crowd a GPU's
+# memory, or are kept for a backward.
+MAX_DENSE_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 29}
+MAX_DENSE_WEIGHTS_WITH_GRADIENT = 1 << 26
+
+logger = logging.getLogger("isentrope")
+_announced: set[tuple[str, str]] = set()
+
+
+class Result(NamedTuple):
+    """Output, log-sum-exp and entropy (None where not needed), and the name of the backend that ran."""
+
+    out: Tensor
+    lse: Tensor | None
+    entropy: Tensor | None
+    backend: str
+
+
+def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bool) -> Result:
+    """Run a call on the backend of this name, or on the fastest for "auto".
+
+    Raises:
+        ValueError: there is no such backend, or it cannot compute this call; nothing else runs in its place.
+    """
+    max_elements = _max_q_elements(call)
+    if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _run(call, backend, need_lse, need_entropy)
+    if backend in (AUTO, BAND.name) and not need_entropy and BAND.computes_all(call):
+        return _run(call, backend, need_lse, need_entropy)
+    return _run_by_heads(call, max_elements, backend, need_lse, need_entropy)
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError unless there is a backend of this name."""
+    if name != AUTO and name not in BACKENDS:
+        raise ValueError(f"backend: expected one of {AUTO}, {', '.join(BACKENDS)}, got {format_value(name)}")
+
+
+def choose_backend(call: AttentionCall, name: str) -> Backend:
+    """Return the backend of this name if it takes the call, or the fastest that does for "auto"."""
+    if name == AUTO:
+        backend = _choose_fastest(call)
+        _announce(backend.name, call.q.device.type)
+        return backend
+    check_backend(name)
+    backend = BACKENDS[name]
+    reason = backend.refusal(call)
+    if call.dropout is not None and not backend.has_weights:
+        reason = "it has no attention weights to drop"
+    if reason is not None:
+        raise ValueError(f"backend {name!r} cannot compute this: {reason}")
+    return backend
+
+
+def _choose_fastest(call: AttentionCall) -> Backend:
+    if call.dropout is not None:
+        return DENSE
+    if DECODE.refusal(call) is None:
+        return DECODE
+    if BAND.refusal(call) is None:
+        return BAND
+    fused = _choose_fused(call)
+    if fused.refusal(call) is None:
+        return fused
+    return DENSE if _weights_fit(call) else CHUNKED
+
+
+def _choose_fused(call: AttentionCall) -> Backend:
+    """Return whichever of SDPA and FlexAttention is faster, if they take the call."""
+    branch, layout = call.branches[0], call.layout
+    whole = is_unmasked(branch.region, layout) or is_causal(branch.region, layout)
+    plain = len(call.branches) == 1 and branch.slopes is None and whole
+    if not call.q.is_cuda or plain or layout.queries <= MAX_MASKED_QUERIES:
+        return SDPA
+    if torch.compiler.is_compiling() or not sdpa.has_fused_kernels(call):
+        return FLEX
+    # SDPA's triangular kernels gain more than its band kernels lose
+    return SDPA if sdpa.has_triangular_branch(call) else FLEX
+
+
+def _weights_fit(call: AttentionCall) -> bool:
+    max_weights = MAX_DENSE_WEIGHTS.get(call.q.device.type, 1 << 22)
+    if call.needs_grad:
+        max_weights = min(max_weights, MAX_DENSE_WEIGHTS_WITH_GRADIENT)
+    return call.q.shape[:3].numel() * call.layout.keys <= max_weights
+
+
+def _announce(name: str, device: str) -> None:
+    """Log once which backend was chosen."""
+    if not torch.compiler.is_compiling() and (name, device) not in _announced:
+        _announced.add((name, device))
+        logger.info("attention: backend 'auto' runs %s on %s", name, device)
+
+
+def _max_q_elements(call: AttentionCall) -> int:
+    if len(call.branches) > 1:
+        return MAX_BRANCHED_Q_ELEMENTS
+    return call.q.numel() if call.branches[0].slopes is None else MAX_BIASED_Q_ELEMENTS
+
+
+def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
+    backend = choose_backend(call, name)
+    if backend.reads_padding:
+        call = blank_padding(call)
+    out, lse = backend.forward(call, need_lse or need_entropy)
+    if lse is None or not (need_lse or need_entropy):
+        return Result(out, None, None, backend.name)
+    lse = lse if backend.lse_has_gradient else lse.detach()
+    entropy = None
+    if need_entropy:
+        entropy = compute_entropy(backend, call if backend.reads_padding else blank_padding(call), lse)
+    return Result(out, lse if need_lse else None, entropy, backend.name)
+
+
+def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: bool, need_entropy: bool) -> Result:
+    """Run a few heads after the others, so that folded operands and outputs of branches take less memory."""
+    parts = list(call.split_heads(max_elements))
+    if len(parts) == 1:
+        return _run(call, name, need_lse, need_entropy)
+    out = call.q.new_empty(*call.q.shape[:-1], call.v.shape[-1])
+    lses, entropies, names = [], [], []
+    while parts:
+        heads, part = parts.pop(0)  # what it folds goes with it
+        out[:, heads], lse, entropy, chosen = _run(part, name, need_lse, need_entropy)
+        lses.append(lse)
+        entropies.append(entropy)
+        names.append(chosen)
+    return Result(out, _concatenate(lses), _concatenate(entropies), names[0])
+
+
+def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
+    """Join heads, where there is anything to join."""
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors, 1) if tensors else None

@@ -1,0 +1,72 @@
+"""Perplexity against position in the text."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from isentrope.report.figures.style import COLOURS, DASHES, DOTS, INK, RC_PARAMS, save_figure
+from isentrope.utils.files import RERUN_REMEDY, read_fields
+
+MAX_RATIO_TO_BEST = 1.5  # of the worst buckets: recipes up to here are in the second panel
+MARKERS = "os^D"
+TEMPERATURES = (
+    "infoscale", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted", "ssmax", "constant",
+)  # fmt: skip
+
+
+def draw_perplexity(results: Path) -> list[Path]:
+    """Draw perplexity against position for each recipe of `perplexity.json`, beside it: all, and the stable ones.
+
+    A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for a temperature.
+    """
+    data = read_fields(results, RERUN_REMEDY)
+    edges, rows = data["config"]["edges"], data["rows"]
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    methods: dict[str, tuple[str, str]] = {}
+    temperatures: dict[str, Any] = {}
+    patterns = ("-", DASHES, DOTS, "-.")
+    limit = MAX_RATIO_TO_BEST * min(max(row["perplexity"]) for row in rows)
+    with matplotlib.rc_context(RC_PARAMS):
+        figure = Figure(figsize=(13, 5.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.5))
+        for row in rows:
+            method, temperature = _split_recipe(row["recipe"])
+            repeat, index = divmod(len(methods), len(COLOURS))
+            colour, marker = methods.setdefault(method, (COLOURS[index], MARKERS[repeat % len(MARKERS)]))
+            pattern = temperatures.setdefault(temperature, patterns[len(temperatures) % len(patterns)])
+            style = {"color": colour, "linestyle": pattern, "marker": marker, "markersize": 4, "linewidth": 1.4}
+            for axes in (left, right) if max(row["perplexity"]) <= limit else (left,):
+                axes.plot(middles, row["perplexity"], **style)
+        left.set_yscale("log")
+        texts = max(row["texts"] for row in rows)
+        figure.suptitle(f"Perplexity by position: {data['model']['name']}, {texts} texts", x=0.01, ha="left")
+        left.set_title("All recipes")
+        right.set_title("Stable recipes")
+        for axes in (left, right):
+            # labels any closer would overlap
+            ticks = [edge for edge, after in pairwise((*edges, inf)) if after - edge >= 0.05 * edges[-1]]
+            axes.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks], rotation=45)
+            axes.set_xlabel("position in the text (tokens)")
+        left.set_ylabel("perplexity")
+        handles = [
+            Line2D([], [], color=colour, marker=marker, markersize=4, label=name)
+            for name, (colour, marker) in methods.items()
+        ]
+        handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
+        right.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(figure, results.with_suffix(""))
+
+
+def _split_recipe(recipe: str) -> tuple[str, str]:
+    """Split a recipe's text into its method and its temperature."""
+    parts = recipe.split("+")
+    temperature = [part.split(":")[0] for part in parts if part.startswith(TEMPERATURES)]
+    method = "+".join(part for part in parts if not part.startswith(TEMPERATURES)) or "plain"
+    return method, f"+ {temperature[0]}" if temperature else "no temperature"
