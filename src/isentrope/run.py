@@ -1,4 +1,4 @@
-"""Run another program with isentrope at hand: python -m isentrope.run transformers serve FOLDER
+"""Run another program with isentrope imported: python -m isentrope.run transformers serve FOLDER
 
 Programs that never import isentrope refuse folders of extended models, by the name of their model type. Under this
 launcher they load them, recipe included. PROGRAM is an installed command, a script, or a module after `-m`.
@@ -17,7 +17,7 @@ USAGE = "usage: python -m isentrope.run (COMMAND | SCRIPT.py | -m MODULE) [ARGUM
 
 
 def main(arguments: list[str]) -> object:
-    """Run a program in this process, with the arguments that follow its name."""
+    """Run a program in this process, with the arguments that follow its name; return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(f"{USAGE}\n\n{(__doc__ or '').strip()}")
         return 0 if arguments and arguments[0] != "-m" else 2

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 class IsentropeConfig(PreTrainedConfig):
-    """Reads a config.json with a recipe into the configuration of the model that was extended.
+    """Reads a config.json with a recipe as the configuration of the model that was extended.
 
     Registered with `AutoConfig` as soon as both packages are imported; the rest is loaded when a folder is read.
     """

@@ -8,7 +8,9 @@ from torch.testing import assert_close
 from transformers import StaticCache
 
 import isentrope as ise
+from isentrope.core.layout import Layout
 from isentrope.hf import layer
+from isentrope.hf.layout_cache import LayoutCache
 from tests.fixtures.generation import (
     BY_LENGTH,
     EXACT,
@@ -187,3 +189,11 @@ def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
             whole(model, ids, position_ids=torch.arange(100)[None])
             assert len(looks) == count
     assert not next(m for m in model.modules() if isinstance(m, layer.Layer)).layouts.entries  # nothing is held on to
+
+
+def test_clear_caches_drops_the_layouts_of_a_pass():
+    layouts, ids = LayoutCache(layer_count=2), tokens(1, 8)
+    made = [layouts.get((0, "kind"), (), None, ids, lambda: Layout(1, 8, 8, ids.device)) for _ in range(2)]
+    assert made[0] is made[1] and len(layouts.entries) == 1
+    ise.clear_caches()
+    assert not layouts.entries

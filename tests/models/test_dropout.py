@@ -15,7 +15,7 @@ from isentrope.models.gau.dropout import dropout
 from tests.fixtures.documents import MASK, ORDINARY, TEN
 from tests.fixtures.gau import model, tokens
 
-SHARE = 0.1
+RATE = 0.1
 SHAPES = [(8, 33), (8, 17, 24), (8, 2, 15, 15)]
 
 
@@ -23,37 +23,37 @@ def noise(count=8, seed=0):
     return torch.randint(0, 1 << 31, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
 
 
-def kept(numbers, place=0, share=SHARE, shape=(100, 100)):
-    return dropout(torch.ones(len(numbers), *shape), share, numbers, place) > 0
+def kept(numbers, site=0, rate=RATE, shape=(100, 100)):
+    return dropout(torch.ones(len(numbers), *shape), rate, numbers, site) > 0
 
 
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.5, 0.9])
-def test_a_share_is_dropped_and_the_rest_scaled_up(share):
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.9])
+def test_a_share_is_dropped_and_the_rest_scaled_up(rate):
     x = torch.randn(64, 40, 40, dtype=torch.float64)
-    out = dropout(x, share, noise(64), 3)
+    out = dropout(x, rate, noise(64), 3)
     dropped = out == 0
-    assert abs(dropped.double().mean() - share) < 4 * sqrt(share * (1 - share) / x.numel())
-    # in every row, column and place alike
+    assert abs(dropped.double().mean() - rate) < 4 * sqrt(rate * (1 - rate) / x.numel())
+    # in every row, column and position alike
     for dims in ((0, 1), (0, 2), (1, 2)):
         means = dropped.double().mean(dims)
-        assert (means - share).abs().max() < 5 * sqrt(share * (1 - share) * len(means) / x.numel())
-    assert_close(out[~dropped], x[~dropped] / (1 - share))
+        assert (means - rate).abs().max() < 5 * sqrt(rate * (1 - rate) * len(means) / x.numel())
+    assert_close(out[~dropped], x[~dropped] / (1 - rate))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_choices_do_not_depend_on_the_rest_of_the_batch(shape):
     x, numbers = torch.randn(shape), noise()
-    out = dropout(x, SHARE, numbers, 2)
-    assert torch.equal(dropout(x, SHARE, numbers, 2), out)
-    assert torch.equal(dropout(x[2:5], SHARE, numbers[2:5], 2), out[2:5])
+    out = dropout(x, RATE, numbers, 2)
+    assert torch.equal(dropout(x, RATE, numbers, 2), out)
+    assert torch.equal(dropout(x[2:5], RATE, numbers[2:5], 2), out[2:5])
     order = torch.randperm(len(x))
-    assert torch.equal(dropout(x[order], SHARE, numbers[order], 2), out[order])
-    assert torch.equal(dropout(x, SHARE, numbers.long(), 2), out)
+    assert torch.equal(dropout(x[order], RATE, numbers[order], 2), out[order])
+    assert torch.equal(dropout(x, RATE, numbers.long(), 2), out)
 
 
 def test_other_layouts_of_memory_give_the_same():
     x, numbers = torch.randn(8, 24, 17), noise()
-    assert torch.equal(dropout(x.mT, SHARE, numbers, 2), dropout(x.mT.contiguous(), SHARE, numbers, 2))
+    assert torch.equal(dropout(x.mT, RATE, numbers, 2), dropout(x.mT.contiguous(), RATE, numbers, 2))
 
 
 def uncorrelated(masks):
@@ -62,17 +62,17 @@ def uncorrelated(masks):
     return found.abs().max() < 4 / sqrt(flat.shape[1]) and not torch.equal(flat[0], flat[1])
 
 
-def test_rows_places_and_steps_are_uncorrelated():
+def test_rows_sites_and_steps_are_uncorrelated():
     numbers = noise()
     assert uncorrelated(kept(numbers))
-    assert uncorrelated([kept(numbers, place) for place in range(13)])  # as many as six layers have
+    assert uncorrelated([kept(numbers, site) for site in range(13)])  # as many as six layers have
     batches = MaskedBatches(TEN, length=40, size=8, seed=0, mask_token=MASK, replacement_tokens=ORDINARY)
     assert uncorrelated([kept(batches[step]["noise"]) for step in range(8)])
 
 
-def test_numbers_next_to_each_other_and_places_do_too():
+def test_numbers_next_to_each_other_and_sites_do_too():
     assert uncorrelated(kept(torch.arange(12)))
-    assert uncorrelated([kept(torch.arange(4), place) for place in range(4)])
+    assert uncorrelated([kept(torch.arange(4), site) for site in range(4)])
 
 
 def test_neighbours_within_a_row_are_uncorrelated():
@@ -81,8 +81,8 @@ def test_neighbours_within_a_row_are_uncorrelated():
         assert uncorrelated([mask[:-shift], mask[shift:]]), shift
 
 
-def test_no_two_places_of_a_row_share_a_mask():
-    masks = [kept(noise(2), place, 0.5, (4096,)) for place in range(49)]  # 24 layers
+def test_no_two_sites_of_a_row_share_a_mask():
+    masks = [kept(noise(2), site, 0.5, (4096,)) for site in range(49)]  # 24 layers
     assert not any(torch.equal(a, b) for a, b in combinations(masks, 2))
 
 
@@ -97,13 +97,13 @@ def test_backward_drops_what_the_forward_dropped():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes_stay_and_choices_are_the_same_in_all(dtype):
     x = torch.ones(8, 50, dtype=dtype, requires_grad=True)
-    out = dropout(x, SHARE, noise(), 1)
+    out = dropout(x, RATE, noise(), 1)
     out.sum().backward()
     assert out.dtype == x.grad.dtype == dtype
     assert torch.equal(out > 0, kept(noise(), 1, shape=(50,)))
 
 
-def test_nothing_is_dropped_at_share_0():
+def test_nothing_is_dropped_at_rate_0():
     x = torch.randn(8, 30)
     assert dropout(x, 0.0, noise(), 0) is x and dropout(x, 0.0, None, 0) is x
 
@@ -172,16 +172,16 @@ def test_evaluation_ignores_numbers():
         assert torch.equal(gau(ids, noise=noise(2)).logits, gau(ids).logits)
 
 
-def test_every_place_of_the_model_drops_for_itself(monkeypatch):
-    places = []
+def test_every_site_of_the_model_drops_for_itself(monkeypatch):
+    sites = []
 
-    def noted(x, share, noise, place):
-        places.append(place)
-        return dropout(x, share, noise, place)
+    def noted(x, rate, noise, site):
+        sites.append(site)
+        return dropout(x, rate, noise, site)
 
     monkeypatch.setattr("isentrope.models.gau.modeling.dropout", noted)
     trained()(tokens(), noise=noise(2))
-    assert sorted(places) == list(range(7))  # embeddings, and attention and output of three layers
+    assert sorted(sites) == list(range(7))  # embeddings, and attention and output of three layers
 
 
 @pytest.mark.parametrize("with_at", [False, True])

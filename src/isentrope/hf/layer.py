@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isentrope.attention import attention
+from isentrope.core.caching import bounded_cache
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
@@ -25,11 +25,12 @@ from isentrope.masks import Lambda, Mask, Sink
 from isentrope.recipe import Recipe
 
 SINK_LOGITS_GRADIENT_ERROR = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
+MAX_NATIVE_MASKS = 64  # of all models; one has two or three
 
 
 @dataclass(frozen=True, eq=False)
 class NativeMask(Mask):
-    """The mask that a layer had before; `_native_mask` makes one for all that are equal."""
+    """The mask that a layer had before; equal ones are one object, which caches find by identity."""
 
     visible: Region
 
@@ -37,7 +38,7 @@ class NativeMask(Mask):
         return self.visible
 
 
-_native_mask = cache(NativeMask)
+_native_mask = bounded_cache(MAX_NATIVE_MASKS)(NativeMask)
 
 
 class LayerCall(NamedTuple):

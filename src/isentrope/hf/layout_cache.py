@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from isentrope.core.caching import register_owner
 from isentrope.core.layout import Layout
 
 
@@ -27,12 +28,13 @@ class LayoutCache:
 
     transformers hands every layer of a pass the same mask and position ids. To check the ids costs a copy from the GPU,
     so the first layer of a kind does and the others reuse its layout. An entry is dropped with its tensors, and all of
-    them after the last layer; a copied or pickled model begins with none.
+    them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
     """
 
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
         self.entries = dict[Hashable, CachedLayout]()
+        register_owner(self)
 
     def get(
         self,
@@ -70,6 +72,10 @@ class LayoutCache:
         else:
             self.entries[kind] = entry._replace(layer_index=index)
         return entry.layout
+
+    def clear(self) -> None:
+        """Drop all entries; the next layer computes its layout anew."""
+        self.entries.clear()
 
     def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
         """Refer to a tensor weakly; the entry goes when the tensor does."""

@@ -1,4 +1,4 @@
-"""Models of our own, known to transformers' Auto classes once this is imported."""
+"""Models of this package, known to transformers' Auto classes once it is imported."""
 
 from transformers import (
     AutoConfig,
@@ -8,8 +8,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from isentrope.models.gau.config import GAUAlphaConfig
-from isentrope.models.gau.modeling import (
+from isentrope.models.gau import (
+    GAUAlphaConfig,
     GAUAlphaForMaskedLM,
     GAUAlphaForSequenceClassification,
     GAUAlphaForTokenClassification,

@@ -1,4 +1,4 @@
-"""Tokenizers: a published BERT-style vocabulary, or the characters of one's own texts."""
+"""Tokenizers for GAU-α and small causal models: of a published BERT vocabulary, or of the characters of texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def build_character_tokenizer(texts: Iterable[str], vocab_size: int = 12000) -> PreTrainedTokenizerFast:
-    """One token a character, of the most frequent characters; the same texts give the same tokenizer."""
+    """Build a tokenizer of the most frequent characters; the same texts give the same tokenizer."""
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ValueError(f"vocab_size: expected more than the {len(SPECIAL_TOKENS)} special tokens, got {vocab_size}")
     counts: Counter[str] = Counter()
@@ -22,17 +22,17 @@ def build_character_tokenizer(texts: Iterable[str], vocab_size: int = 12000) -> 
         counts.update(text)
     if not counts:
         raise ValueError("texts: expected some text, got none")
-    # by frequency, and by code point where that is the same
+    # by frequency, then by code point
     characters = sorted(counts, key=lambda letter: (-counts[letter], letter))[: vocab_size - len(SPECIAL_TOKENS)]
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m)."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return _finished(tokenizer)
+    return _wrap(tokenizer)
 
 
 def build_bert_tokenizer(vocabulary: str | Path) -> PreTrainedTokenizerFast:
-    """BERT's tokenizer over a vocabulary file, a token a line: Chinese by character, other scripts by word pieces."""
+    """Build BERT's tokenizer over a vocabulary file, a token a line: Chinese by character, others by word pieces."""
     lines = Path(vocabulary).read_text(encoding="utf-8").splitlines()
     index = {token: i for i, token in enumerate(lines)}
     missing = [token for token in SPECIAL_TOKENS if token not in index]
@@ -42,24 +42,24 @@ def build_bert_tokenizer(vocabulary: str | Path) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
-    return _finished(tokenizer)
+    return _wrap(tokenizer)
 
 
 def make_causal_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The same tokens for a model that goes on with a text: no [CLS] and [SEP] around it, no types, padding before."""
+    """Return the same tokens for a causal model: no [CLS] and [SEP] around a text, no types, padding on the left."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
-    inputs, marked = ["input_ids", "attention_mask"], tokenizer.special_tokens_map
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, padding_side="left", **marked)
+    inputs, special = ["input_ids", "attention_mask"], tokenizer.special_tokens_map
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, padding_side="left", **special)
 
 
-def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """With [CLS] and [SEP] around a text, and its special tokens named."""
-    marks = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Add [CLS] and [SEP] around a text, and name the special tokens."""
+    around = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=around
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    marked = dict(zip(names, SPECIAL_TOKENS, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **marked)
+    special = dict(zip(names, SPECIAL_TOKENS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **special)

@@ -1,4 +1,4 @@
-"""What GAU-α is made of: sizes, and the recipe its attention follows."""
+"""The configuration of GAU-α: sizes, and the recipe that its attention follows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from isentrope.recipe import Recipe
 from isentrope.scores import Cosine
 from isentrope.temperatures import SoftmaxPlus
 
-LEARNED_WEIGHTS = (".learned.",)  # in the names of weights that a recipe brings
+LEARNED_WEIGHTS = (".learned.",)  # parts of the names of weights that a recipe adds
 
 
 class GAUAlphaConfig(PreTrainedConfig):
     """Sizes of GAU-α, and the recipe its attention follows.
 
-    recipe: as `Recipe.to_dict` writes it, or its text (see `gau_recipe`). Left out, it is read from the keys of
-    published checkpoints: RoPE on interleaved pairs, Softmax Plus where `normalization` is "softmax_plus", CosScale
-    where `norm_method` or `my_info_dict` name it.
-    max_position_embeddings: the length it was trained at.
+    Args:
+        max_position_embeddings: the length it was trained at.
+        recipe: as `Recipe.to_dict` writes it, or its text (see `build_gau_recipe`). By default it is read from the keys
+            of published checkpoints: RoPE on interleaved pairs, Softmax Plus where `normalization` is "softmax_plus",
+            CosScale where `norm_method` or `my_info_dict` name it.
     """
 
     model_type = "gau_alpha"
@@ -61,34 +62,34 @@ class GAUAlphaConfig(PreTrainedConfig):
 
 
 def build_gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: int) -> Recipe:
-    """A recipe for GAU-α. What its text leaves open is the model's: RoPE, pairs interleaved, one head, its length."""
+    """Build a recipe for GAU-α; a text takes from the model what it leaves out: interleaved RoPE, one head, length."""
     if not isinstance(recipe, str):
         return Recipe.from_dict(recipe)
-    found = Recipe.parse(recipe, train_length=train_length, heads=1, dim=key_size)
-    if found.position is None:
-        found = replace(found, position=RoPE())
-    data = found.to_dict()
-    if hasattr(found.position, "layout") and "layout" not in recipe:
+    parsed = Recipe.parse(recipe, train_length=train_length, heads=1, dim=key_size)
+    if parsed.position is None:
+        parsed = replace(parsed, position=RoPE())
+    data = parsed.to_dict()
+    if hasattr(parsed.position, "layout") and "layout" not in recipe:
         data["position"]["layout"] = "interleaved"
-    if getattr(found.position, "original_length", train_length) is None:
+    if getattr(parsed.position, "original_length", train_length) is None:
         data["position"]["original_length"] = train_length
     return Recipe.from_dict(data)
 
 
 def read_published_recipe(normalization: str, norm_method: Any = None, info: Any = None) -> dict[str, Any]:
-    """The recipe that the keys of a published config stand for."""
+    """Return the recipe that the keys of a published config stand for."""
     laws = {"softmax": None, "softmax_plus": SoftmaxPlus(clamp=False, count="sequence")}
     if normalization not in laws:
         raise ValueError(f"normalization: expected one of {', '.join(laws)}, got {normalization!r}")
-    alpha = _cosscale(norm_method, info)
+    alpha = _read_cosscale(norm_method, info)
     score = None if alpha is None else Cosine(alpha)
     return Recipe(score=score, position=RoPE(layout="interleaved"), temperature=laws[normalization]).to_dict()
 
 
-def _cosscale(norm_method: Any, info: Any) -> float | None:
-    """The CosScale of a published config: by its name, with its value beside it, 128 by default; None without.
+def _read_cosscale(norm_method: Any, info: Any) -> float | None:
+    """Read the CosScale of a published config, 128 where it is named without a value; None where it is not named.
 
-    What is not understood is an error: attention without the scale a model was trained with would run, and be wrong.
+    Unknown keys are errors: without the scale a model was trained with, attention would run and be wrong.
     """
     named = {str(key).lower().replace("_", ""): value for key, value in (info or {}).items()}
     method = str(norm_method or named.get("normmethod") or "").lower()

@@ -33,8 +33,8 @@ from isentrope.temperatures import SSMax
 
 
 @cache
-def _activation(name: str) -> Any:
-    """One for all layers, whose compiled code is then the same."""
+def _get_activation(name: str) -> Any:
+    """Return one activation for all layers, which then share compiled code."""
     return ACT2FN[name]
 
 
@@ -60,9 +60,9 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor | None, types: Tensor | None, embeds: Tensor | None, noise: Tensor | None) -> Tensor:
         words = self.word_embeddings(ids) if embeds is None else embeds
-        # one type for all is one row added: looked up, its gradient would be a race of all tokens for that row
+        # one type for all: a lookup would have all tokens add to the gradient of one row, slowly
         table = self.token_type_embeddings
-        x = norm(words + (table.weight[0] if types is None else table(types)), self.eps)
+        x = rms_norm(words + (table.weight[0] if types is None else table(types)), self.eps)
         return dropout(x, self.dropout, noise, 0) if self.training else x
 
 
@@ -71,38 +71,38 @@ class GatedAttentionUnit(nn.Module):
 
     def __init__(self, config: GAUAlphaConfig, recipe: Recipe, index: int) -> None:
         super().__init__()
-        self.place = 2 * index + 1
+        self.dropout_site = 2 * index + 1
         self.sizes = config.intermediate_size, config.intermediate_size, config.attention_key_size
         self.i_dense = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
         self.o_dense = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.q_scaleoffset = ScaleOffset(config.attention_key_size)
         self.k_scaleoffset = ScaleOffset(config.attention_key_size)
-        self.act, self.dropout = _activation(config.hidden_act), config.attention_probs_dropout_prob
+        self.act, self.dropout = _get_activation(config.hidden_act), config.attention_probs_dropout_prob
         self.recipe = recipe
         # registered, so that they train, move and are saved; in training mode, as every new module begins
         self.learned = nn.ModuleList(recipe.learned).train()
 
     def forward(self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None, at: Tensor | None) -> Tensor:
         u, v, z = self.project(x, at)
-        v, z = (maybe_compile(_activated, (part,), self.act)(part, self.act) for part in (v, z))
-        q, k = self.q_scaleoffset(pick(z, at)), self.k_scaleoffset(z)
+        v, z = (maybe_compile(_activate, (part,), self.act)(part, self.act) for part in (v, z))
+        q, k = self.q_scaleoffset(gather_positions(z, at)), self.k_scaleoffset(z)
         drop = None
         if self.training and self.dropout:
-            drop = partial(dropout, share=self.dropout, noise=noise, place=self.place)
+            drop = partial(dropout, rate=self.dropout, noise=noise, site=self.dropout_site)
         q, k, v = q[:, None], k[:, None], v[:, None]  # one head
         mixed = attention(q, k, v, self.recipe, layout=layout, dropout=drop, backend=backend)
-        return self.o_dense(maybe_compile(_gated, (u, mixed), self.act)(u, mixed[:, 0], self.act))
+        return self.o_dense(maybe_compile(_gate, (u, mixed), self.act)(u, mixed[:, 0], self.act))
 
     def project(self, x: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """u (at these positions), v and z before their activation.
+        """Compute u (at these positions), v and z before their activation.
 
-        Three products where the weights are at hand: put together again, their gradients would cost a pass more.
+        A plain linear layer is split into three products: joining their gradients would cost another pass.
         """
-        if type(self.i_dense) is not nn.Linear:  # with an adapter, say
+        if type(self.i_dense) is not nn.Linear:  # an adapter, for one
             u, v, z = self.i_dense(x).split(self.sizes, -1)
-            return pick(u, at), v, z
+            return gather_positions(u, at), v, z
         to_u, to_v, to_z = self.i_dense.weight.split(self.sizes)
-        return F.linear(pick(x, at), to_u), F.linear(x, to_v), F.linear(x, to_z)
+        return F.linear(gather_positions(x, at), to_u), F.linear(x, to_v), F.linear(x, to_z)
 
 
 class GAULayer(GradientCheckpointingLayer):
@@ -110,49 +110,49 @@ class GAULayer(GradientCheckpointingLayer):
 
     def __init__(self, config: GAUAlphaConfig, recipe: Recipe, index: int) -> None:
         super().__init__()
-        self.gau, self.place = GatedAttentionUnit(config, recipe, index), 2 * index + 2
+        self.gau, self.dropout_site = GatedAttentionUnit(config, recipe, index), 2 * index + 2
         self.dropout, self.eps = config.hidden_dropout_prob, config.layer_norm_eps
 
     def forward(
         self, x: Tensor, layout: Layout, backend: str, noise: Tensor | None = None, at: Tensor | None = None
     ) -> Tensor:
-        """x after the layer, at the positions `at` (batch, some) alone where only they are asked for."""
+        """Compute x after the layer, at the positions `at` (batch, positions) or everywhere."""
         out = self.gau(x, layout, backend, noise, at)
         if self.training:
-            out = dropout(out, self.dropout, noise, self.place)
-        return maybe_compile(_added, (x, out), self.eps)(pick(x, at), out, self.eps)
+            out = dropout(out, self.dropout, noise, self.dropout_site)
+        return maybe_compile(_add_and_normalize, (x, out), self.eps)(gather_positions(x, at), out, self.eps)
 
 
-def _activated(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+def _activate(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     return act(x)
 
 
-def _gated(u: Tensor, mixed: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+def _gate(u: Tensor, mixed: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     return act(u) * mixed
 
 
-def _added(x: Tensor, out: Tensor, eps: float) -> Tensor:
-    """Summed wide and rounded once: under autocast the stream is as narrow as what is added to it."""
-    return norm(x.to(accumulation_dtype(x)) + out, eps).to(out.dtype)
+def _add_and_normalize(x: Tensor, out: Tensor, eps: float) -> Tensor:
+    """Add in fp32 and round once: under autocast the residual stream has the precision of what is added to it."""
+    return rms_norm(x.to(accumulation_dtype(x)) + out, eps).to(out.dtype)
 
 
-def pick(x: Tensor, at: Tensor | None) -> Tensor:
-    """x (batch, tokens, size) at the positions `at` (batch, some), or as it is."""
+def gather_positions(x: Tensor, at: Tensor | None) -> Tensor:
+    """Return x (batch, tokens, size) at the positions `at` (batch, positions), or all of it."""
     return x if at is None else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / √(mean x² + eps), without parameters."""
     return F.rms_norm(x.to(accumulation_dtype(x)), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Encoder(nn.Module):
-    """The layers, each with what its recipe learns to itself."""
+    """The layers, each with learned parts of its own."""
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__()
         recipe = build_gau_recipe(config.recipe, config.max_position_embeddings, config.attention_key_size)
-        config.recipe = recipe.to_dict()  # `from_pretrained(…, recipe=…)` leaves its text there
+        config.recipe = recipe.to_dict()  # `from_pretrained(…, recipe=…)` sets its text
         layers = range(config.num_hidden_layers)
         self.layer = nn.ModuleList(GAULayer(config, copy.deepcopy(recipe).for_layer(i), i) for i in layers)
 
@@ -166,7 +166,7 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, name: Any, *inputs: Any, **options: Any) -> Any:  # type: ignore[override]
-        """As for any model of transformers, but half precision becomes float32 on a CPU unless `dtype` is given."""
+        """Load as any model of transformers, but half precision in float32 on a CPU unless `dtype` is given."""
         if name is not None and options.get("dtype", options.get("torch_dtype")) is None:
             config = options.get("config")
             known = getattr(config, "dtype", None) if isinstance(config, GAUAlphaConfig) else None
@@ -212,10 +212,12 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
         at: Tensor | None = None,
         **unused: Any,
     ) -> BaseModelOutput:
-        """attention_mask: 1 for tokens, 0 for padding on either side. backend: as in `isentrope.attention`.
+        """Encode tokens; arguments as in transformers, and these of our own.
 
-        noise: an integer for each row that decides its dropout; by default torch's generator does.
-        at: positions (batch, some) where the last layer is wanted; by default everywhere.
+        Args:
+            backend: as in `isentrope.attention`.
+            noise: an integer for each row that decides its dropout; by default torch's generator does.
+            at: positions (batch, positions) at which to compute the last layer; by default everywhere.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -235,7 +237,7 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
         return BaseModelOutput(last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None)
 
     def _layout(self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, at: Tensor | None = None) -> Layout:
-        """One geometry for all layers, or that of queries `at` these positions."""
+        """Return the layout of all tokens, or that of queries `at` these positions."""
         batch, length = x.shape[:2]
         if mask is not None and mask.shape != (batch, length):
             raise ValueError(f"attention_mask: expected shape ({batch}, {length}), got {tuple(mask.shape)}")
@@ -247,11 +249,11 @@ class GAUAlphaModel(GAUAlphaPreTrainedModel):
             if frames is None
             else (edge.gather(1, at) for edge in frames[:2])
         )
-        places: Any = position_ids
+        positions: Any = position_ids
         if position_ids is not None:
             position_ids = position_ids.expand(batch, -1)
-            places = position_ids.gather(1, at), position_ids
-        return get_layout(batch, at.shape[1], length, x.device, frames=(first, end, at), position_ids=places)
+            positions = position_ids.gather(1, at), position_ids
+        return get_layout(batch, at.shape[1], length, x.device, frames=(first, end, at), position_ids=positions)
 
 
 class PredictionHead(nn.Module):
@@ -262,8 +264,8 @@ class PredictionHead(nn.Module):
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
-class MaskedHead(nn.Module):
-    """A level of names, as published checkpoints have it."""
+class MaskedLMHead(nn.Module):
+    """A level in the names of weights, as published checkpoints have it."""
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__()
@@ -279,7 +281,7 @@ class GAUAlphaForMaskedLM(GAUAlphaPreTrainedModel):
 
     def __init__(self, config: GAUAlphaConfig) -> None:
         super().__init__(config)
-        self.gau_alpha, self.cls = GAUAlphaModel(config), MaskedHead(config)
+        self.gau_alpha, self.cls = GAUAlphaModel(config), MaskedLMHead(config)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -299,16 +301,18 @@ class GAUAlphaForMaskedLM(GAUAlphaPreTrainedModel):
         at: Tensor | None = None,
         **options: Any,
     ) -> MaskedLMOutput:
-        """labels: the tokens, -100 where none is asked for.
+        """Predict tokens; arguments as in transformers, and these of our own.
 
-        at: positions (batch, predictions) whose logits are wanted, (batch, predictions, vocabulary); all by default.
+        Args:
+            labels: the tokens, -100 where there is none to predict.
+            at: positions (batch, predictions) of the logits, (batch, predictions, vocabulary); by default all.
         """
         out = self.gau_alpha(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, at=at, **options)
         logits = self.cls.predictions.decoder(out.last_hidden_state)
         loss: Any = None
         if labels is not None:
-            wanted = labels if at is None else labels.gather(1, at)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
+            targets = labels if at is None else labels.gather(1, at)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
 
 
@@ -324,7 +328,7 @@ class Classifier(GAUAlphaPreTrainedModel):
 
 
 class GAUAlphaForSequenceClassification(Classifier):
-    """GAU-α with a class for each text, read off its first token."""
+    """GAU-α with a class for each text, predicted from its first token."""
 
     def forward(
         self,
@@ -363,7 +367,7 @@ class GAUAlphaForTokenClassification(Classifier):
         labels: Tensor | None = None,
         **options: Any,
     ) -> TokenClassifierOutput:
-        """labels (batch, tokens): classes, -100 where none is asked for."""
+        """labels (batch, tokens): classes, -100 where there is none to predict."""
         out = self.gau_alpha(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, **options)
         logits = self.classifier(self.dropout(out.last_hidden_state))
         loss: Any = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
