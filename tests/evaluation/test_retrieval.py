@@ -354,7 +354,10 @@ def test_numbers_that_are_none_and_positions_that_end(letters, tmp_path):
         (lambda: small(score="loud"), "score: expected one of both, forced, got 'loud'"),
         (lambda: RetrievalConfig((), ("words",), (512,)), "recipes"),
         (lambda: RetrievalConfig(("rerop:window=3",), ("words",), (512,)), "did you mean"),
-        (lambda: RetrievalConfig.parse(["plain"], "words", "1k", "0"), "expected numbers as in 512,1024, got '1k'"),
+        (
+            lambda: RetrievalConfig.parse(["plain"], "words", "1k", "0"),
+            "such as 512,1024, got '1k'",
+        ),
     ],
 )
 def test_bad_settings(action, message):
