@@ -158,7 +158,7 @@ class Layout:
         """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
             return make()
-        if self._values is None:  # made here, for a layout that is part of a traced graph has none
+        if self._values is None:  # created here, since a layout inside a traced graph has none
             self._values = LRUCache(MAX_LAYOUT_VALUES)
         return self._values.get(key, make)
 
