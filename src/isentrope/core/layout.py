@@ -260,7 +260,7 @@ class Layout:
         """
         if kind == "visible":
             low, high = self.bounds(region)
-            return (high - low).sum(-1)
+            return self.cached(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
 
     @property
