@@ -128,11 +128,17 @@ def _compute_layout(inputs: Inputs, recipe_mask: Mask | None) -> Layout:
 
 def _compute_region(layout: Layout, inputs: Inputs, recipe_mask: Mask | None) -> Region:
     masks = [mask for mask in (recipe_mask, inputs.mask) if mask is not None]
-    causal = inputs.causal or any(mask.causal for mask in masks)
-    region = Full().region(causal)
-    for mask in masks:
-        region = region & mask.region(causal)
-    return layout.simplify(region)
+
+    def compute() -> Region:
+        causal = inputs.causal or any(mask.causal for mask in masks)
+        region = Full().region(causal)
+        for mask in masks:
+            region = region & mask.region(causal)
+        return layout.simplify(region)
+
+    if torch.compiler.is_compiling() or any(any(find_data_masks(mask)) for mask in masks):
+        return compute()
+    return layout.cached(("region", *masks, inputs.causal), compute)
 
 
 def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> AttentionCall:

@@ -158,7 +158,7 @@ class Layout:
         """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
             return make()
-        if self._values is None:  # made here, for a layout that is part of a traced graph has none
+        if self._values is None:  # created here, since a layout inside a traced graph has none
             self._values = LRUCache(MAX_LAYOUT_VALUES)
         return self._values.get(key, make)
 
@@ -260,7 +260,7 @@ class Layout:
         """
         if kind == "visible":
             low, high = self.bounds(region)
-            return (high - low).sum(-1)
+            return self.cached(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
 
     @property
