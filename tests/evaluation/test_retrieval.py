@@ -376,7 +376,7 @@ def test_the_command(letters, tmp_path, monkeypatch):
     words += f" --tasks passkey,words --text {tmp_path / 'book.txt'} --out {out}"
     done = CliRunner().invoke(app, words.split())
     assert done.exit_code == 0, done.output
-    assert "rerope:window=16" in done.output and "answers found" in done.output
+    assert "rerope:window=16" in done.output and "Percent of the answers" in done.output
     pictures = {f"retrieval-{task}.{kind}" for task in ("passkey", "words") for kind in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == pictures | {"retrieval.json"}
     assert all((out / name).stat().st_size > 1000 for name in pictures)
