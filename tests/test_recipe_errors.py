@@ -117,7 +117,7 @@ DEEP = "(" * 5000 + "causal" + ")" * 5000
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(lambda: Recipe.parse(DEEP), ["at most 32 brackets", "(10008 characters)"], id="brackets"),
+        pytest.param(lambda: Recipe.parse(DEEP), ["at most 32 nested brackets", "(10008 characters)"], id="brackets"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 400), ["RoPE(base", "99999… ("], id="400 digits"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "9" * 5000), ["RoPE(base", "≤ 1e+12"], id="5000 digits"),
         pytest.param(lambda: Recipe.parse("rope:base=" + "-" * 5000 + "1"), ["RoPE(base"], id="5000 signs"),
@@ -137,7 +137,7 @@ def test_masks_inside_masks_have_an_end():
     data = {"name": "causal"}
     for _ in range(5000):
         data = {"name": "and", "masks": [data]}
-    refused(lambda: Recipe.from_dict({"mask": data}), "at most 32 masks inside one another")
+    refused(lambda: Recipe.from_dict({"mask": data}), "at most 32 nested masks")
     refused(lambda: Recipe.from_dict({"position": {"name": "rope", "base": data}}), "RoPE(base", "too large to print")
 
 

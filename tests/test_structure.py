@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +12,43 @@ from pathlib import Path
 import pytest
 
 import isentrope
+from isentrope.backends.merge import MergedBackend
+from isentrope.backends.protocol import Backend
+from isentrope.dispatch import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isentrope"
-# a module may import from storeys below its own; siblings on one storey do not know each other
-STOREYS = (
-    ("parts", "region", "precision", "compiled", "files", "imports", "dtypes", "extras"),
-    ("pretrained",),
-    ("scores", "masks", "temperatures", "positions", "theory", "layout"),
-    ("recipe", "fold"),
-    ("backends",),
-    ("asked",),
+# a module may import from floors below its own; neighbours on one floor do not know each other
+FLOORS = (
+    ("utils",),
+    ("core", "parts"),
+    ("scores", "masks", "temperatures", "positions", "theory"),
+    ("recipe", "backends", "pretrained"),
+    ("builder", "entropy"),
+    ("dispatch",),
     ("attention",),
-    ("hf", "models", "data"),
-    ("study", "saved_config", "run"),
+    ("hf", "models"),
+    ("data",),
+    ("training",),
+    ("evaluation",),
+    ("analysis",),
+    ("calibration",),
+    ("experiments",),
     ("report",),
-    ("cli",),
+    ("cli", "run", "saved_config", "deprecated"),
 )
-STOREY = {room: level for level, rooms in enumerate(STOREYS) for room in rooms}
+FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
+MAX_PARAMETERS = 7
+# a public entry point, signatures that transformers calls, and a constructor that is called with keywords
+MANY_PARAMETERS = {
+    ("attention.py", "attention"),
+    ("hf/layer.py", "attention_forward"),
+    ("hf/mask.py", "make_frames_mask"),
+    ("models/gau/config.py", "__init__"),
+    ("models/gau/modeling.py", "forward"),
+    ("core/layout.py", "__init__"),
+}
 
 
 def room(module: str) -> str:
@@ -36,10 +56,11 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, `from isentrope import x` taken as `isentrope.x`."""
+def imports(path: Path, on_import: bool = False) -> set[str]:
+    """Modules of the package that a file imports, or imports at once; `from isentrope import x` is `isentrope.x`."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if on_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -58,29 +79,71 @@ def test_imports_run_downwards(path):
         target = room(name)
         if target == own or target.startswith("__"):
             continue
-        # anything else is a name of the public surface, which stands on the attention storey
-        storey = STOREY.get(target, STOREY["attention"])
-        assert storey < STOREY[own], f"{path.name} ({own}) imports {name}"
+        # anything else is a name of the public surface, which stands on the floor of attention
+        assert FLOOR.get(target, FLOOR["attention"]) < FLOOR[own], f"{path.name} ({own}) imports {name}"
 
 
-def test_every_room_has_a_storey():
+def test_every_room_has_a_floor():
     rooms = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in MODULES} - {"__init__"}
-    assert rooms <= set(STOREY), rooms - set(STOREY)
+    assert rooms == set(FLOOR), rooms ^ set(FLOOR)
 
 
-def test_backends_are_blind_to_one_another():
-    shared = {"isentrope.backends"} | {f"isentrope.backends.{part}" for part in ("call", "merge", "product")}
-    of_others = {"band", "decode"}  # with a kernel of its own, and another for what that leaves
-    for path in (SOURCE / "backends").glob("*.py"):
+def test_backends_are_blind_to_methods_and_to_one_another():
+    shared = {f"isentrope.backends.{part}" for part in ("protocol", "merge", "product")}
+    delegating = {
+        "band/backend.py": {"isentrope.backends.sdpa", "isentrope.backends.band.kernel"}
+    }  # far keys, backward
+    for path in (SOURCE / "backends").rglob("*.py"):
+        name = str(path.relative_to(SOURCE / "backends"))
         others = {name for name in imports(path) if name.startswith("isentrope.backends")}
-        assert others <= shared or path.stem in of_others, f"{path.name} imports {others - shared}"
-        assert not {room(name) for name in imports(path)} & {"temperatures", "positions", "scores", "recipe"}
+        others -= {"isentrope.backends.decode"} if name.startswith("decode/") else set()
+        assert others <= shared | delegating.get(name, set()), f"{name} imports {others - shared}"
+        assert {room(name) for name in imports(path)} <= {"backends", "core", "utils"}
+
+
+def test_every_backend_speaks_the_protocol():
+    modules = {path.stem for path in (SOURCE / "backends").glob("*.py")}
+    modules |= {path.parent.name for path in (SOURCE / "backends").glob("*/backend.py")}
+    assert set(BACKENDS) == modules - {"__init__", "merge", "padding", "product", "protocol"}
+    for name, backend in BACKENDS.items():
+        assert isinstance(backend, Backend) and backend.name == name and backend.__doc__
+        assert backend.gradient in ("autograd", "merged", "none")
+        assert isinstance(backend, MergedBackend) == (backend.gradient == "merged")
+        for member in ("refusal", "forward"):
+            expected = inspect.signature(getattr(Backend, member)).parameters
+            assert list(inspect.signature(getattr(type(backend), member)).parameters) == list(expected)
+
+
+def test_a_backend_is_chosen_in_one_place():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            compared = isinstance(node, ast.Compare) and [ast.unparse(x) for x in (node.left, *node.comparators)]
+            if compared and any("auto" in part.lower() for part in compared):
+                assert path.name == "dispatch.py" or not any("backend" in part for part in compared), path
+
+
+def test_functions_have_few_parameters():
+    many = set()
+    for path in MODULES:
+        name = str(path.relative_to(SOURCE))
+        if path.stem.endswith("kernel") or name.startswith("cli/"):  # a command has a parameter for every option
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len([x for x in arguments if x not in ("self", "cls")]) > MAX_PARAMETERS:
+                    many.add((name, node.name))
+    assert many == MANY_PARAMETERS, many ^ MANY_PARAMETERS
 
 
 def test_report_reads_results_without_torch():
-    for path in (SOURCE / "report").glob("*.py"):
-        assert {room(name) for name in imports(path)} <= {"report", "files"}
-        assert "torch" not in path.read_text()
+    torchless = [SOURCE / "evaluation" / f"{name}.py" for name in ("metrics", "ranking", "results")]
+    known = {f"isentrope.evaluation.{path.stem}" for path in torchless}
+    for path in (*(SOURCE / "report").rglob("*.py"), SOURCE / "evaluation" / "__init__.py", *torchless):
+        names = imports(path, on_import=True)
+        assert {room(name) for name in names} <= {"report", "utils", "evaluation"}, path
+        assert {name for name in names if room(name) == "evaluation"} <= known, path
+        assert not re.search(r"^(import|from) (torch|transformers)", path.read_text(), re.M), path
 
 
 def test_importing_isentrope_loads_torch_and_nothing_heavier():

@@ -1,4 +1,4 @@
-"""Masks: which keys a query may see. `&` keeps what both allow, `|` what either allows."""
+"""Masks: which keys a query may see. `&` keeps the keys that both allow, `|` those that either allows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first_keys
 from isentrope.parts import REQUIRED, Part, check_choice, check_integer
 from isentrope.utils.text import format_value
 
-MAX_JOINED = 32  # each may cut the regions of the others
+MAX_MASKS = 32  # in one compound: each may split the regions of the others
 
 
 class Mask(Part):
-    """A rule on positions. `region(causal)` is the rule as a region; Δ = i - j."""
+    """A rule on the positions i of a query and j of a key, with Δ = i - j."""
 
-    causal = False  # whether the mask by itself makes attention causal
+    causal = False  # whether the mask alone makes attention causal
 
     def region(self, causal: bool) -> Region:
+        """Return the allowed pairs as a region, in causal or in bidirectional attention."""
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
@@ -33,7 +34,7 @@ class Mask(Part):
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every key (every key up to the query itself when attention is causal)."""
+    """Every key; in causal attention, every j ≤ i."""
 
     def idle(self, length: int) -> bool:
         return True
@@ -54,7 +55,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Causal: 0 ≤ Δ < size (`size` keys, the query's own included). Bidirectional: |Δ| ≤ size."""
+    """0 ≤ Δ < size in causal attention (`size` keys, the query's own included), |Δ| ≤ size in bidirectional."""
 
     size: int
 
@@ -70,7 +71,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Sink(Mask):
-    """The first `sinks` keys and a window of `size`: StreamingLLM (Xiao et al., 2023)."""
+    """j < sinks, or a window of `size`: StreamingLLM (Xiao et al., 2023)."""
 
     sinks: int = 4
     size: int = REQUIRED
@@ -88,9 +89,9 @@ class Sink(Mask):
 
 @dataclass(frozen=True)
 class Lambda(Mask):
-    """The first `sinks` keys and a window: the Λ-shaped mask of LM-Infinite (Han et al., 2024).
+    """j < sinks, or a window of `window`: the Λ-shaped mask of LM-Infinite (Han et al., 2024).
 
-    LM-Infinite also caps distances at the window: join it with `ReRoPE(window)`. The paper keeps 5 sinks.
+    LM-Infinite also caps distances at the window: combine it with `ReRoPE(window)`. The paper keeps 5 sinks.
     """
 
     sinks: int = 5
@@ -109,7 +110,7 @@ class Lambda(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Unpadded keys per row: `lengths` (batch,). Padding sits on the right, or with `side="left"` on the left."""
+    """Hide padding on one `side`, "right" or "left"; `lengths` (batch,) are the unpadded keys of each row."""
 
     lengths: Tensor
     side: str = "right"
@@ -121,16 +122,14 @@ class Padding(Mask):
         return EVERYTHING
 
     def to_dict(self) -> dict[str, Any]:
-        raise ValueError(
-            "Padding holds a batch's data; pass it to attention(mask=…) rather than storing it in a recipe"
-        )
+        raise ValueError("Padding holds a batch's data and cannot be stored in a recipe; pass it to attention(mask=…)")
 
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """Packed documents do not see each other.
+    """Hide packed documents from each other.
 
-    `ids` (batch, keys) or (keys,): a document is a run of equal ids, and its positions count from its first key.
+    `ids` (batch, keys) or (keys,): a document is a run of equal ids; its positions count from its first key.
     """
 
     ids: Tensor
@@ -139,33 +138,31 @@ class Document(Mask):
         return EVERYTHING
 
     def to_dict(self) -> dict[str, Any]:
-        raise ValueError(
-            "Document holds a batch's data; pass it to attention(mask=…) rather than storing it in a recipe"
-        )
+        raise ValueError("Document holds a batch's data and cannot be stored in a recipe; pass it to attention(mask=…)")
 
 
 @dataclass(frozen=True)
 class Compound(Mask):
-    """Several masks joined."""
+    """Several masks combined by an operator."""
 
     masks: tuple[Mask, ...]
-    sign = ""
+    operator = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.masks, tuple) or not self.masks or not all(isinstance(m, Mask) for m in self.masks):
             raise ValueError(
                 f"{type(self).__name__}(masks=…): expected a tuple of masks, got {format_value(self.masks)}"
             )
-        # a & (b & c) is the same mask as (a & b) & c, and reads the same; so does a mask joined with none
-        alone = (m.masks[0] if isinstance(m, Compound) and len(m.masks) == 1 else m for m in self.masks)
-        flat = tuple(m for mask in alone for m in (mask.masks if type(mask) is type(self) else (mask,)))
+        # a & (b & c) equals (a & b) & c and has the same text; so does a compound of one mask
+        unwrapped = (m.masks[0] if isinstance(m, Compound) and len(m.masks) == 1 else m for m in self.masks)
+        flat = tuple(m for mask in unwrapped for m in (mask.masks if type(mask) is type(self) else (mask,)))
         object.__setattr__(self, "masks", flat)
-        if (count := self.mask_count) > MAX_JOINED:
-            raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MAX_JOINED} masks, got {count}")
+        if (count := self.mask_count) > MAX_MASKS:
+            raise ValueError(f"{type(self).__name__}(masks=…): expected at most {MAX_MASKS} masks, got {count}")
 
     @property
     def mask_count(self) -> int:
-        """How many masks are joined, those inside others included."""
+        """Number of masks, nested ones included."""
         return sum(mask.mask_count if isinstance(mask, Compound) else 1 for mask in self.masks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,14 +172,14 @@ class Compound(Mask):
         if len(self.masks) == 1:
             return str(self.masks[0])
         inner = (f"({mask})" if isinstance(mask, Compound) else str(mask) for mask in self.masks)
-        return self.sign.join(inner)
+        return self.operator.join(inner)
 
 
 @dataclass(frozen=True)
 class And(Compound):
     """Keys that every mask allows."""
 
-    sign = "&"
+    operator = "&"
 
     def idle(self, length: int) -> bool:
         return all(mask.idle(length) for mask in self.masks)
@@ -192,7 +189,7 @@ class And(Compound):
         return any(mask.causal for mask in self.masks)
 
     def region(self, causal: bool) -> Region:
-        causal = causal or self.causal  # so that a window beside Causal() takes its causal form
+        causal = causal or self.causal  # a window combined with Causal() is causal
         return reduce(Region.__and__, (mask.region(causal) for mask in self.masks))
 
 
@@ -200,7 +197,7 @@ class And(Compound):
 class Or(Compound):
     """Keys that any mask allows."""
 
-    sign = "|"
+    operator = "|"
 
     def idle(self, length: int) -> bool:
         return any(mask.idle(length) for mask in self.masks)
@@ -219,7 +216,11 @@ def window_region(size: int, causal: bool) -> Region:
 
 
 def find_data_masks(mask: Mask | None) -> Iterator[Padding | Document]:
-    """The padding and document masks inside `mask`; under `|` they have no meaning."""
+    """Yield the padding and document masks inside `mask`.
+
+    Raises:
+        ValueError: one of them is under `|`, where it has no meaning.
+    """
     if isinstance(mask, (Padding, Document)):
         yield mask
     elif isinstance(mask, And):
@@ -228,4 +229,4 @@ def find_data_masks(mask: Mask | None) -> Iterator[Padding | Document]:
     elif isinstance(mask, Or):
         for part in mask.masks:
             for data in find_data_masks(part):
-                raise ValueError(f"mask: {type(data).__name__} must be joined with &, got it under |")
+                raise ValueError(f"mask: {type(data).__name__} has no meaning under |; it must be joined with &")

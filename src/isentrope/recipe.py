@@ -1,4 +1,4 @@
-"""A recipe: which score, position method, temperature and mask attention uses."""
+"""Recipes: the score, position method, temperature and mask that attention uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.parts import REQUIRED, Part
 from isentrope.utils.text import format_value, suggest, truncate
 
-# the one place where names are looked up: a new method is one word here
+# the parts that a recipe's text may name; add a new method here
 KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
@@ -30,15 +30,14 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
-MAX_NESTED = 32  # brackets, or masks inside masks
+MAX_DEPTH = 32  # of brackets, or of masks inside masks
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Score × position × temperature × mask.
+    """softmax(τ(n) · s(R q, R k) + M) v: a score s, a position method R, a temperature τ and a mask M.
 
-    A part left out means "as it is": q and k already positioned, the scaled dot product, τ = 1, nothing masked beyond
-    what the call says.
+    A part left out has no effect: the scaled dot product of q and k as they are, τ = 1, no mask beyond the call's own.
     """
 
     score: Any = None
@@ -57,8 +56,8 @@ class Recipe:
             part = getattr(self, kind)
             if part is None:
                 continue
-            fits = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
-            if isinstance(part, type) or not fits:
+            valid = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
+            if isinstance(part, type) or not valid:
                 raise ValueError(
                     f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
                 )
@@ -68,37 +67,45 @@ class Recipe:
         if position is not self.position:
             resolved = copy(self)
             vars(resolved).update(position=position, _resolved=None)
-        vars(self)["_resolved"] = resolved  # made once: one and the same in every call
+        vars(self)["_resolved"] = resolved  # made once, so that caches find the same object in every call
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
-        """The parts with parameters. A model that uses the recipe must register them: a recipe is not a module."""
+        """The parts with parameters, which a model must register itself: a recipe is not a module."""
         return tuple(part for part in (self.position, self.temperature) if isinstance(part, torch.nn.Module))
 
     @property
     def cacheable(self) -> bool:
-        """Whether it says the same of every call at the same places: no part learns or brings data of its own."""
+        """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
         parts = ((self.position, positions.Position), (self.temperature, temperatures.Temperature))
         known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
         return known and not any(masks.find_data_masks(self.mask))
 
     def resolve(self) -> Recipe:
-        """The recipe with a position method's missing training length taken from the temperature."""
+        """Return the recipe with a position method's missing training length taken from the temperature."""
         return self._resolved or self  # type: ignore[attr-defined]
 
     def for_layer(self, layer: int) -> Recipe:
-        """The recipe of one layer, where temperatures differ from layer to layer."""
+        """Return the recipe of one layer, where temperatures differ between layers."""
         if not hasattr(self.temperature, "for_layer"):
             return self
         return replace(self, temperature=self.temperature.for_layer(layer))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: a dictionary with a name and options for every part there is."""
+        """Return plain data for JSON: a dictionary with the name and options of every part."""
         return {kind: part.to_dict() for kind in KINDS if (part := getattr(self, kind)) is not None}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **defaults: Any) -> Recipe:
-        """The recipe that `to_dict` wrote; `defaults` are taken for options that a part requires and lacks."""
+        """Build a recipe from what `to_dict` returned.
+
+        Args:
+            data: a dictionary of parts.
+            defaults: values of required options that `data` leaves out.
+
+        Raises:
+            ValueError: a part or option is unknown, missing or invalid.
+        """
         if not isinstance(data, dict):
             raise ValueError(f"Recipe.from_dict: expected a dictionary, got {format_value(data)}")
         for key in data:
@@ -119,54 +126,57 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str, **defaults: Any) -> Recipe:
-        """Read `name:option=value,…` parts joined by `+`; masks may be joined further with `&`, `|` and brackets.
+        """Parse parts `name:option=value,…` joined by `+`; masks may be combined with `&`, `|` and brackets.
 
-        defaults: values for options that a part requires and the text leaves out, such as a model's train_length.
+        Args:
+            text: the recipe, such as "rerope:window=64+infoscale:train_length=64", or "plain" for no part.
+            defaults: values of required options that the text leaves out, such as a model's train_length.
+
+        Raises:
+            ValueError: a part or option is unknown, missing or invalid.
         """
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
                 f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {format_value(text)}"
             )
-        found: dict[str, Part] = {}
+        parts: dict[str, Part] = {}
         if text.strip() == PLAIN:
             return cls()
-        for piece in _split(text, "+"):
-            kind, part = _parse_part(piece, defaults)
-            if kind in found:
-                why = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), found[kind].name()) else ""
-                both = f"{truncate(str(found[kind]))} and {truncate(str(part))}"
-                raise ValueError(f"recipe {format_value(text)}: expected one {kind}, got {both}{why}")
-            found[kind] = part
-        return cls(**found)
+        for part_text in _split(text, "+"):
+            kind, part = _parse_part(part_text, defaults)
+            if kind in parts:
+                reason = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), parts[kind].name()) else ""
+                both = f"{truncate(str(parts[kind]))} and {truncate(str(part))}"
+                raise ValueError(f"recipe {format_value(text)}: expected one {kind}, got {both}{reason}")
+            parts[kind] = part
+        return cls(**parts)
 
 
-def _split(text: str, sign: str) -> list[str]:
-    """Split at a sign that stands outside all brackets."""
-    pieces, depth, start = [], 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter in "([") - (letter in ")]")
-        if depth > MAX_NESTED:
-            raise ValueError(
-                f"recipe: expected at most {MAX_NESTED} brackets inside one another, got {format_value(text)}"
-            )
-        if letter == sign and depth == 0:
-            pieces.append(text[start:at])
-            start = at + 1
+def _split(text: str, separator: str) -> list[str]:
+    """Split at a separator outside all brackets."""
+    items, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"recipe: expected at most {MAX_DEPTH} nested brackets, got {format_value(text)}")
+        if character == separator and depth == 0:
+            items.append(text[start:index])
+            start = index + 1
     if depth:
         raise ValueError(f"recipe: expected matching brackets, got {format_value(text)}")
-    return [piece.strip() for piece in (*pieces, text[start:])]
+    return [item.strip() for item in (*items, text[start:])]
 
 
 def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
-    for sign, join in (("|", masks.Or), ("&", masks.And)):
-        pieces = _split(text, sign)
-        if len(pieces) > 1:
-            parts = [_parse_part(piece, defaults) for piece in pieces]
+    for operator, combine in (("|", masks.Or), ("&", masks.And)):
+        operands = _split(text, operator)
+        if len(operands) > 1:
+            parts = [_parse_part(operand, defaults) for operand in operands]
             for kind, part in parts:
                 if kind != "mask":
                     got = f"the {kind} {truncate(str(part))} in {format_value(text)}"
-                    raise ValueError(f"recipe: only masks are joined with {sign}, got {got}")
-            return "mask", join(tuple(part for _, part in parts))  # type: ignore[misc]
+                    raise ValueError(f"recipe: only masks are joined with {operator}, got {got}; use + for a {kind}")
+            return "mask", combine(tuple(part for _, part in parts))  # type: ignore[misc]
     if text.startswith("(") and text.endswith(")"):
         return _parse_part(text[1:-1], defaults)
     name, _, rest = text.partition(":")
@@ -176,23 +186,25 @@ def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
         if not equals:
             raise ValueError(f"recipe part {format_value(text)}: expected name=value, got {format_value(option)}")
         if key.strip() in options:
-            raise ValueError(f"recipe part {format_value(text)}: option {format_value(key.strip())} is given twice")
-        options[key.strip()] = _value(value.strip())
+            raise ValueError(
+                f"recipe part {format_value(text)}: option {format_value(key.strip())} is given twice; keep one"
+            )
+        options[key.strip()] = _parse_value(value.strip())
     return _build(name.strip(), options, defaults)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # no literal, or one too large to read
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # not a literal, or too large
         return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
 def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str, Part]:
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {format_value(data)}")
-    if depth > MAX_NESTED:
-        raise ValueError(f"Recipe.from_dict: expected at most {MAX_NESTED} masks inside one another, got more")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"Recipe.from_dict: expected at most {MAX_DEPTH} nested masks, got more")
     options = {key: value for key, value in data.items() if key != "name"}
     if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
         options["masks"] = tuple(_from_dict(mask, defaults, depth + 1)[1] for mask in options["masks"])
@@ -200,7 +212,7 @@ def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str
 
 
 def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
-    """The part called `name`, or an error that says which name or option was meant."""
+    """Build the part called `name`; unknown names and options are answered with a suggestion."""
     if name not in PARTS:
         raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
     kind, part = PARTS[name]
@@ -212,10 +224,13 @@ def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tupl
     options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
     missing = [key for key in required if key not in options]
     if missing:
-        raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
-    made = part(**options)
-    # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
-    return kind, made.eval() if isinstance(made, torch.nn.Module) else made
+        example = ",".join(f"{key}=…" for key in missing)
+        raise ValueError(
+            f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}; add it as {name}:{example}"
+        )
+    built = part(**options)
+    # for use as it is: a model that registers learned parts puts them in its own mode
+    return kind, built.eval() if isinstance(built, torch.nn.Module) else built
 
 
 _parsed: dict[str, Recipe] = {}
@@ -227,7 +242,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     """Return a recipe, parsed if it is text, and the plain one for None.
 
     Raises:
-        ValueError: it is none of these, or no text of a recipe.
+        ValueError: it is none of these, or its text is not a recipe.
     """
     if isinstance(recipe, str):
         return _parsed[recipe] if recipe in _parsed else _parse_cached(recipe)

@@ -1,4 +1,4 @@
-"""Scores: how alike a query and a key are, before temperature and position bias."""
+"""Scores: the similarity of a query and a key, before temperature and position bias."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from isentrope.parts import Part, check_number
 
-# Below the first no score is told from 0; in fp32 one of the size of the second is known to three digits.
+# Scores below the first are all but 0; of those near the second, fp32 keeps three digits.
 MIN_ALPHA, MAX_ALPHA = 1e-4, 1e4
 
 
 class Score(Part):
-    """s(q, k) = factor · q·k, of unit vectors where the score normalises."""
+    """s(q, k) = factor · q·k, of q / ‖q‖ and k / ‖k‖ where the score normalises."""
 
     normalises = False
 
     def factor(self, head_dim: int) -> float:
+        """Return the factor of the product, for vectors of `head_dim` entries."""
         raise NotImplementedError
 
 
@@ -35,8 +36,7 @@ class Dot(Score):
 class Cosine(Score):
     """s(q, k) = α · q·k / (‖q‖ ‖k‖), scaled cosine attention; α is the paper's CosScale.
 
-    The paper takes α = 128, and 16 under windowed attention. It is a choice made at training time: a model
-    trained with dot products does not survive the swap.
+    The paper takes α = 128, and 16 under windowed attention. A model trained with dot products does not work with it.
     """
 
     alpha: float = 128.0
@@ -44,10 +44,10 @@ class Cosine(Score):
     needs_training = True
 
     def __post_init__(self) -> None:
-        check_number(self, "alpha", MAX_ALPHA, least=MIN_ALPHA)
+        check_number(self, "alpha", MAX_ALPHA, minimum=MIN_ALPHA)
 
     def _writes_option(self, key: str, value: Any, default: Any) -> bool:
-        return True  # the scale is what a reader looks for, default or not
+        return True  # a recipe's text always shows the scale
 
     def factor(self, head_dim: int) -> float:
         return self.alpha

@@ -5,10 +5,10 @@ One query, n keys uniform on the unit sphere in R^d, logits alpha cos θ. Then (
     H(n, alpha, d) = ln n - KL(alpha, d),    KL(alpha, d) = alpha A_d(alpha) - ln E[e^{alpha cos θ}]
 
 alpha = λ v d (Assumption 2; CosScale in cosine attention) and t = (alpha/d)² = λ²v². KL is the divergence of
-the von Mises-Fisher distribution of concentration alpha from the uniform one: by how many nats attention is
-focused. The paper takes the integrals by Laplace's approximation (Eq. 10), then a Taylor step (Eq. 12);
-InfoScale inverts Eq. 12. Here the integrals are Bessel functions and the inverse is a root, so `derivation`
-can say what each step costs.
+the von Mises-Fisher distribution of concentration alpha from the uniform one: the focus of attention in nats.
+The paper approximates the integrals by Laplace's method (Eq. 10), then by a Taylor step (Eq. 12); InfoScale
+inverts Eq. 12. Here the integrals are Bessel functions and the inverse is a root, so that `derivation` can
+give the error of each step.
 
 Source: Information Entropy Invariance, "Theoretical Foundation of InfoScale", "Theorems of the Behaviors of
 CosScale" and their appendices. Every function broadcasts; scalars in, scalar out; float64 throughout.
@@ -42,7 +42,7 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-# Above it I_{d/2-1}(alpha) nears the bottom of float64 where the series hands over to it.
+# Above it I_{d/2-1}(alpha) underflows in float64 where `_moments` switches from the series to it.
 MAX_DIMENSION = 1024
 
 
@@ -51,7 +51,7 @@ def log_mean_exp(alpha: ArrayLike, d: ArrayLike) -> Floats:
 
     b = d/2; θ: angle to a uniform point of the unit sphere in R^d. Source: Eq. 9, the logarithm; Eq. 17.
     """
-    return _moments(_alpha(alpha), _dimension(d))[0]
+    return _moments(_check_alpha(alpha), _check_dimension(d))[0]
 
 
 def mean_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -59,21 +59,21 @@ def mean_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
 
     The cosine a query sees on average under its attention weights. Source: Eq. 9, last fraction, over alpha.
     """
-    return _moments(_alpha(alpha), _dimension(d))[1]
+    return _moments(_check_alpha(alpha), _check_dimension(d))[1]
 
 
 def kl_from_uniform(alpha: ArrayLike, d: ArrayLike) -> Floats:
     """KL = alpha A_d(alpha) - ln E[e^{alpha cos θ}]; alpha²/2d for alpha << d. Source: ln n minus Eq. 9."""
-    return _moments(_alpha(alpha), _dimension(d))[2]
+    return _moments(_check_alpha(alpha), _check_dimension(d))[2]
 
 
 def entropy(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     """H = ln n - KL(alpha, d): n keys, concentration alpha, dimension d. Source: Eq. 9, evaluated exactly.
 
-    The law of large numbers (Assumption 1) needs KL well below ln n. Past that a few keys hold all the
-    weight: the entropy of a sample approaches 0 from above, while this value goes on below 0.
+    The law of large numbers (Assumption 1) needs KL well below ln n. Beyond that a few keys have all the
+    weight: the entropy of a sample approaches 0 from above, while this value becomes negative.
     """
-    return np.log(_length("n", n)) - kl_from_uniform(alpha, d)
+    return np.log(_check_length("n", n)) - kl_from_uniform(alpha, d)
 
 
 def entropy_laplace(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -87,25 +87,25 @@ def entropy_laplace(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
 def entropy_eq10(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     """H ≈ ln n + (d/2) ln((√(4t+1) - 1)/2t), t = (alpha/d)². Source: Eq. 10."""
     t = _t(alpha, d)
-    # (√(4t+1) - 1)/2t = 1/(1 + 2t/(1 + √(4t+1))): nothing cancels, and t = 0 is no exception.
+    # (√(4t+1) - 1)/2t = 1/(1 + 2t/(1 + √(4t+1))), which has no cancellation and includes t = 0.
     log_ratio: Floats = -np.log1p(2 * t / (1 + np.sqrt(4 * t + 1)))
-    return np.log(_length("n", n)) + _dimension(d) / 2 * log_ratio
+    return np.log(_check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
 
 
 def entropy_eq12(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     """H ≈ ln n + (d/2) ln(1 - t), t = (alpha/d)²; nan where t >= 1. Source: Eq. 12, after the Taylor step."""
     t = _t(alpha, d)
     log_ratio: Floats = np.log1p(np.where(t < 1, -t, np.nan))
-    return np.log(_length("n", n)) + _dimension(d) / 2 * log_ratio
+    return np.log(_check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
 
 
 def peak_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
     """η* = (-(d-3) + √((d-3)² + 4 alpha²)) / 2 alpha: where e^{alpha η} (1 - η²)^{(d-3)/2} is largest.
 
     At d = 2 that is unbounded and the formula exceeds 1, so d >= 3; at d = 3, alpha = 0 it is flat: nan.
-    Source: Theorem 1, Eq. 18, here multiplied by its conjugate so that nothing cancels.
+    Source: Theorem 1, Eq. 18, here multiplied by its conjugate to avoid cancellation.
     """
-    a, m = _alpha(alpha), _dimension(d, least=3) - 3
+    a, m = _check_alpha(alpha), _check_dimension(d, minimum=3) - 3
     with np.errstate(invalid="ignore"):
         peak: Floats = 2 * a / (m + np.hypot(m, 2 * a))
     return peak
@@ -113,10 +113,10 @@ def peak_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
 
 def concentration(kl: ArrayLike, d: ArrayLike) -> Floats:
     """The alpha with KL(alpha, d) = kl: Eq. 9 solved for alpha. kl = ln n - ε leaves entropy ε at n keys."""
-    target, dim = np.broadcast_arrays(_checked("kl", kl), _dimension(d))
+    target, dim = np.broadcast_arrays(_check_range("kl", kl), _check_dimension(d))
     positive = np.where(target > 0, target, 1.0)
-    # Below: KL <= alpha²/2d, with slack as it is nearly an equality for alpha << d. Above: Eq. 10, given KL's
-    # true growth ½(d-1) ln alpha in place of its own ½d ln alpha.
+    # Lower bound: KL <= alpha²/2d, with slack since it is nearly an equality for alpha << d. Upper bound: Eq. 10
+    # with KL's true growth ½(d-1) ln alpha in place of its own ½d ln alpha.
     low = np.log(2 * dim * positive) / 2 - 1e-9
     high = np.log(dim * np.sqrt(-np.expm1(-2 * positive / (dim - 1)))) + 2 * positive / (dim - 1)
     beyond = high > np.log(np.finfo(float).max)
@@ -127,14 +127,14 @@ def concentration(kl: ArrayLike, d: ArrayLike) -> Floats:
         return np.log(_moments(np.exp(log_alpha), dim)[2]) - log_kl
 
     root = elementwise.find_root(excess, (low, high), args=(np.log(positive), dim))
-    assert np.all(root.success), "the bracket holds for every kl > 0"
+    assert np.all(root.success), "the bracket contains the root for every kl > 0"
     alpha: Floats = np.where(target > 0, np.exp(root.x), 0.0)[()]
     return alpha
 
 
 def concentration_eq10(kl: ArrayLike, d: ArrayLike) -> Floats:
     """alpha = d √(1 - y)/y, y = e^{-2 kl/d}: Eq. 10 solved for alpha, without the Taylor step."""
-    return concentration_eq12(kl, d) * np.exp(2 * _checked("kl", kl) / _dimension(d))
+    return concentration_eq12(kl, d) * np.exp(2 * _check_range("kl", kl) / _check_dimension(d))
 
 
 def concentration_eq12(kl: ArrayLike, d: ArrayLike) -> Floats:
@@ -142,8 +142,8 @@ def concentration_eq12(kl: ArrayLike, d: ArrayLike) -> Floats:
 
     InfoScale(n, n_tr) = concentration_eq12(ln n - ε, d) / concentration_eq12(ln n_tr - ε, d).
     """
-    dim = _dimension(d)
-    return dim * np.sqrt(-np.expm1(-2 * _checked("kl", kl) / dim))
+    dim = _check_dimension(d)
+    return dim * np.sqrt(-np.expm1(-2 * _check_range("kl", kl) / dim))
 
 
 def invariant_scale(n: ArrayLike, train_length: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -151,10 +151,10 @@ def invariant_scale(n: ArrayLike, train_length: ArrayLike, alpha: ArrayLike, d: 
 
     τ = concentration(KL(alpha, d) + ln(n/train_length), d) / alpha.
     """
-    a = _alpha(alpha)
+    a = _check_alpha(alpha)
     if np.any(a == 0):
         raise ValueError("alpha: expected > 0 (uniform attention stays uniform at any scale), got 0")
-    kl = kl_from_uniform(a, d) + np.log(_length("n", n) / _length("train_length", train_length))
+    kl = kl_from_uniform(a, d) + np.log(_check_length("n", n) / _check_length("train_length", train_length))
     if np.any(kl < 0):
         raise ValueError(f"n: expected ln n >= the entropy at train_length = {train_length!r}, got {n!r}")
     return concentration(kl, d) / a
@@ -162,7 +162,7 @@ def invariant_scale(n: ArrayLike, train_length: ArrayLike, alpha: ArrayLike, d: 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the derivation: what stands before the sign ≅, and what the paper puts after it."""
+    """One step of the derivation: the exact value before the sign ≅ and the paper's approximation after it."""
 
     name: str
     exact: Floats
@@ -176,10 +176,10 @@ class Step:
 def derivation(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> tuple[Step, ...]:
     """The paper's derivation of InfoScale, step by step, each against its exact value.
 
-    cos θ* = 2√t/(1 + √(4t+1)) is the paper's peak, with d for d - 2. The inverse steps ask which alpha leaves
-    the exact entropy. Good for alpha << d; Eq. 12 fails as t → 1. Source: Detailed Derivations of InfoScale.
+    cos θ* = 2√t/(1 + √(4t+1)) is the paper's peak, with d for d - 2. The inverse steps solve for the alpha that
+    keeps the exact entropy. Accurate for alpha << d; Eq. 12 fails as t → 1. Source: Detailed Derivations of InfoScale.
     """
-    a, dim = _alpha(alpha)[()], _dimension(d)
+    a, dim = _check_alpha(alpha)[()], _check_dimension(d)
     log_mean, cosine, kl = _moments(a, dim)
     exact = entropy(n, a, d)
     log_sine = betaln(0.5, (dim - 1) / 2)  # ln ∫ sin^{d-2} θ dθ
@@ -206,7 +206,7 @@ def _laplace_peak(t: Floats) -> tuple[Floats, Floats]:
 
 
 def _entropy_by_quadrature(n: ArrayLike, alpha: Floats, d: ArrayLike) -> Floats:
-    """Eq. 9 by Gauss-Legendre over 16 widths 1/√(-g'') on each side of θ*, where all the mass is."""
+    """Evaluate Eq. 9 by Gauss-Legendre quadrature over 16 widths 1/√(-g'') on each side of θ*, where the mass is."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
 
     def log_integral_and_mean(a: Floats, dim: Floats) -> tuple[Floats, Floats]:
@@ -220,13 +220,13 @@ def _entropy_by_quadrature(n: ArrayLike, alpha: Floats, d: ArrayLike) -> Floats:
         scale = (a * c + np.log((high - low) / 2))[..., 0]
         return scale + np.log(total), (mass * np.cos(theta)).sum(-1) / total
 
-    log_integral, mean = log_integral_and_mean(alpha, _dimension(d))
-    log_sine, _ = log_integral_and_mean(np.zeros_like(alpha), _dimension(d))
-    return np.log(_length("n", n)) + log_integral - log_sine - alpha * mean
+    log_integral, mean = log_integral_and_mean(alpha, _check_dimension(d))
+    log_sine, _ = log_integral_and_mean(np.zeros_like(alpha), _check_dimension(d))
+    return np.log(_check_length("n", n)) + log_integral - log_sine - alpha * mean
 
 
 def _moments(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
-    """ln E[e^{alpha cos θ}], A_d and KL, by the formula that loses no digits at this alpha and d."""
+    """Return ln E[e^{alpha cos θ}], A_d and KL, by the formula that is accurate at this alpha and d."""
     alpha, d = np.broadcast_arrays(alpha, d)
     small, large = alpha <= 4 * np.sqrt(2 * d), alpha >= 32 + 4 * d**2
     out = np.empty((3, *alpha.shape))
@@ -249,7 +249,7 @@ def _by_series(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _by_bessel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
-    """The closed form, with alpha taken out of the logarithm (ive = e^{-alpha} I)."""
+    """Evaluate the closed form, with alpha taken out of the logarithm (ive = e^{-alpha} I)."""
     bessel = ive(d / 2 - 1, alpha)
     cosine = ive(d / 2, alpha) / bessel
     rest = gammaln(d / 2) + (1 - d / 2) * np.log(alpha / 2) + np.log(bessel)
@@ -259,7 +259,7 @@ def _by_bessel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
 def _by_hankel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
     """I_{d/2-1}(alpha) ~ e^alpha P/√(2π alpha), P = Σ p_k; alpha (A - 1) = -(d-1)/2 - Σ k p_k / P.
 
-    Bessel ratios round A - 1 away as alpha grows, and small d needs alpha = 1e11 for ln 1e6 nats.
+    Bessel ratios lose A - 1 to rounding as alpha grows, and small d needs alpha = 1e11 for ln 1e6 nats.
     """
     p, total, slope = np.ones_like(alpha), np.ones_like(alpha), np.zeros_like(alpha)
     for k in range(1, 21):
@@ -272,27 +272,27 @@ def _by_hankel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _t(alpha: ArrayLike, d: ArrayLike) -> Floats:
-    return (_alpha(alpha) / _dimension(d)) ** 2
+    return (_check_alpha(alpha) / _check_dimension(d)) ** 2
 
 
-def _length(name: str, value: ArrayLike) -> Floats:
-    return _checked(name, value, least=1)
+def _check_length(name: str, value: ArrayLike) -> Floats:
+    return _check_range(name, value, minimum=1)
 
 
-def _alpha(value: ArrayLike) -> Floats:
-    return _checked("alpha", value)
+def _check_alpha(value: ArrayLike) -> Floats:
+    return _check_range("alpha", value)
 
 
-def _dimension(value: ArrayLike, least: int = 2) -> Floats:
+def _check_dimension(value: ArrayLike, minimum: int = 2) -> Floats:
     if not np.issubdtype(np.asarray(value).dtype, np.integer):
-        raise ValueError(f"d: expected an integer >= {least}, got {value!r}")
-    return _checked("d", value, least, MAX_DIMENSION)
+        raise ValueError(f"d: expected an integer >= {minimum}, got {value!r}")
+    return _check_range("d", value, minimum, MAX_DIMENSION)
 
 
-def _checked(name: str, value: ArrayLike, least: float = 0, most: float = np.inf) -> Floats:
+def _check_range(name: str, value: ArrayLike, minimum: float = 0, maximum: float = np.inf) -> Floats:
     array = np.asarray(value, dtype=np.float64)
-    wrong = array[~(np.isfinite(array) & (array >= least) & (array <= most))]
+    wrong = array[~(np.isfinite(array) & (array >= minimum) & (array <= maximum))]
     if wrong.size:
-        limit = "" if most == np.inf else f" and <= {most:g}"
-        raise ValueError(f"{name}: expected finite and >= {least:g}{limit}, got {wrong[0]:g}")
+        limit = "" if maximum == np.inf else f" and <= {maximum:g}"
+        raise ValueError(f"{name}: expected finite and >= {minimum:g}{limit}, got {wrong[0]:g}")
     return array

@@ -354,3 +354,17 @@ def test_the_guide_runs():
     guide = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(compile(block, "docs/inspect.md", "exec"), {})
+
+
+def test_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, row = llama(), tokens(1, 100)[0].tolist()
+    found = looking.inspect(model, row, (32, 100), "rerope:window=16", layer=0)
+    assert not list(tmp_path.iterdir()) and found.path is None and found.recipe == "rerope:window=16"
+    assert [(each["length"], each["layer"]) for each in found.rows] == [(n, i) for n in (32, 64, 100) for i in (0, 1)]
+    assert found.heatmaps["attention"].shape == (100, 100)
+    with ise.extended(model, "rerope:window=16"):
+        expected = head_entropies(model, torch.tensor([row]))
+    assert [each["entropy"] for each in found.rows[-2:]] == [heads.tolist() for heads in expected]
+    kept = looking.inspect(model, row, (32, 100), out=tmp_path / "out")
+    assert kept.path == tmp_path / "out" / "inspect.json" and kept.recipe != found.recipe

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.calibration import calibrate as study
 from isentrope.calibration import optimize as descent
-from isentrope.calibration.calibrate import fit_temperature
+from isentrope.calibration.calibrate import calibrate, fit_temperature
 from isentrope.calibration.config import CalibrationConfig, parse_seconds
 from isentrope.calibration.select import select_law, split_texts
 from isentrope.cli import app
@@ -353,3 +353,16 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     assert refused.exit_code == 2 and "save: expected a folder that is not there yet" in refused.output
     other = CliRunner().invoke(app, [*arguments[:-4], "--device", "cpu", "--length", "500"])
     assert other.exit_code == 2 and "choose another folder" in other.output
+
+
+def test_from_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = tokens(4, 64).tolist()
+    found = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",))
+    assert not list(tmp_path.iterdir()) and found.path is None
+    assert [row["name"] for row in found.rows] == ["none", "infoscale", "logn", "scalar"]
+    kept = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",), out=tmp_path / "out")
+    assert kept.recipe == found.recipe and kept.path == tmp_path / "out" / "calibrate.json"
+    assert Recipe.parse((tmp_path / "out" / "recipe.txt").read_text()) == found.recipe
+    with pytest.raises(TypeError, match="level"):
+        calibrate(llama(**SMALL), rows, 64, level="scalar")

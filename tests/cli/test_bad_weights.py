@@ -265,7 +265,7 @@ def test_a_model_that_is_not_on_the_hub_is_named(text, tmp_path, monkeypatch):
 
 @pytest.fixture
 def heard(caplog):
-    dtypes._say_widened.cache_clear()
+    dtypes._warn_widened.cache_clear()
     caplog.set_level(logging.WARNING, "isentrope")
     return caplog
 

@@ -353,10 +353,8 @@ def test_interpreted_bands_have_a_key_for_every_query_and_decoding_takes_no_rows
 @interprets
 def test_interpreted_and_traced_decoding_have_one_shape():
     q, k, v = (x.transpose(1, 2) for x in Setting(6, 2, heads=1, kv_heads=300, d=64, dv=32).tensors(torch.float32))
-    bounds, turn = (
-        torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32),
-        compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32),
-    )
+    bounds = torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32)
+    turn = compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32)
     given = ([q, k, v], bounds, list(turn), [True, False], None, 0.125, False)
     torch.library.opcheck(torch.ops.isentrope.decode.default, given, test_utils=("test_schema", "test_faketensor"))
 

@@ -11,7 +11,7 @@ from isentrope.core.dtypes import choose_load_dtype
 
 @pytest.fixture(autouse=True)
 def _anew():
-    dtypes._say_widened.cache_clear()
+    dtypes._warn_widened.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.fixtures.documents import FIRST, MASK, ORDINARY, TEN, documents
 
 
 def batches(found=TEN, **options):
-    common = {"length": 40, "size": 4, "seed": 7, "mask_token": MASK, "ordinary": ORDINARY}
+    common = {"length": 40, "size": 4, "seed": 7, "mask_token": MASK, "replacement_tokens": ORDINARY}
     return MaskedBatches(found, **(common | options))
 
 
@@ -157,7 +157,7 @@ def test_pose_positions_increase_stay_below_their_target_and_differ():
         ({"share": 1.0}, "share"),
         ({"share": float("nan")}, "share"),
         ({"pose": 39}, "pose: expected at least the length 40, got 39"),
-        ({"ordinary": np.arange(0)}, "ordinary"),
+        ({"replacement_tokens": np.arange(0)}, "replacement_tokens"),
     ],
     ids=str,
 )

@@ -81,11 +81,11 @@ def test_depth(depth, text):
 
 
 @pytest.mark.parametrize("text", [FILLER, "  a\n\n b。c\td！！ " + "x" * 100, "one"])
-def test_pieces_are_the_text(text):
+def test_words_are_the_text(text):
     haystack = Haystack.from_texts([text])
-    assert "".join(haystack.pieces).strip() == text.strip()
-    pieces, between = haystack.before(haystack.ends[-1], 3 * len(haystack.pieces) + 1)
-    assert between[0] == 0 and between[-1] == len(pieces) == 3 * len(haystack.pieces) + 1
+    assert "".join(haystack.words).strip() == text.strip()
+    words, between = haystack.words_up_to(haystack.ends[-1], 3 * len(haystack.words) + 1)
+    assert between[0] == 0 and between[-1] == len(words) == 3 * len(haystack.words) + 1
     assert all(a < b for a, b in pairwise(between))
 
 

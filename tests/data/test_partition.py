@@ -63,7 +63,7 @@ def test_many_copies_cost_no_square_and_are_one_cluster():
     found = cluster_near_duplicates(np.tile(compute_signature(tokens(500)), (3000, 1)))
     assert not found.any()
     assert (
-        len(duplicates._candidates(np.tile(compute_signature(tokens(500)), (3000, 1))))
+        len(duplicates._candidate_pairs(np.tile(compute_signature(tokens(500)), (3000, 1))))
         <= 3000 * duplicates.MAX_COMPARED
     )
 
@@ -72,7 +72,7 @@ def test_signatures_of_short_documents_and_of_blocks(monkeypatch):
     assert (compute_signature(tokens(3)) == compute_signature(tokens(3))).all()
     assert (compute_signature(np.array([], np.int32)) == compute_signature(np.array([], np.int32))).all()
     whole = compute_signature(tokens(5000))
-    monkeypatch.setattr(duplicates, "AT_ONCE", 7)
+    monkeypatch.setattr(duplicates, "SHINGLES_PER_BLOCK", 7)
     assert np.array_equal(compute_signature(tokens(5000)), whole)
 
 
@@ -142,7 +142,7 @@ def test_clusters_are_the_two_kinds_and_the_larger_is_first():
 
 def test_of_many_documents_the_others_take_the_label_of_the_nearest(monkeypatch):
     features, kinds = blobs((300, 100))
-    monkeypatch.setattr(partition, "CLUSTERED", 80)
+    monkeypatch.setattr(partition, "MAX_CLUSTERED_DOCUMENTS", 80)
     assert np.array_equal(spectral_clusters(principal_components(features)), kinds)
 
 

@@ -68,8 +68,8 @@ def test_order_holds_however_texts_are_batched(tmp_path, monkeypatch):
     given[20] = Document("20", tokens=(5, 6))
     whole = tokenize(given, Counting(), tmp_path, "a" * 64, longer_than=0)
     for texts, characters in ((1, 1), (7, 100), (100, 10)):
-        monkeypatch.setattr(module, "TEXTS", texts)
-        monkeypatch.setattr(module, "CHARACTERS", characters)
+        monkeypatch.setattr(module, "MAX_BATCH_TEXTS", texts)
+        monkeypatch.setattr(module, "MAX_BATCH_CHARACTERS", characters)
         store = tokenize(given, Counting(), tmp_path, f"{texts}" * 64, longer_than=0)
         assert store.names == whole.names and np.array_equal(store.ids, whole.ids)
 
@@ -172,6 +172,6 @@ def test_nothing_long_enough(tmp_path):
 def test_frequencies(tmp_path, monkeypatch):
     store = tokenize([Document("a", text="aab"), Document("b", tokens=(1, 1))], Counting(), tmp_path, KEY, 1)
     for at_once in (1, 2, 100):
-        monkeypatch.setattr(module, "AT_ONCE", at_once)
+        monkeypatch.setattr(module, "TOKENS_PER_COUNT", at_once)
         counts = store.count_tokens()
         assert counts[[1, 97, 98]].tolist() == [2, 2, 1] and counts.sum() == 5

@@ -145,7 +145,7 @@ def test_a_broken_train_json_is_named_and_trained_again(done, corpus, tmp_path, 
     (folder / "train.json").write_text(content)
     said = []
     assert run_plan(plan, out, corpus, said.append)["done"] == 1
-    assert len(said) == 1 and str(folder / "train.json") in said[0] and "begins again" in said[0]
+    assert len(said) == 1 and str(folder / "train.json") in said[0] and "starts again" in said[0]
     assert json.loads((folder / "train.json").read_text())["finished"]
     assert (folder / "best" / "model.safetensors").read_bytes() == weights
 
@@ -268,7 +268,7 @@ def test_another_config_is_another_cell(done, corpus, tmp_path):
 def test_what_is_not_trained_has_one_seed(done, corpus, tmp_path):
     mine = next(done.glob("checkpoints/dot-*")) / "best"
     plan = override_plan(plan_masked_evaluation(str(mine), ["rope"], "16", 2, "single"), None, None, "3,4")
-    assert plan.size == 1 and run_plan(plan, tmp_path, corpus, lambda words: None)["cells"] == 1
+    assert plan.num_cells == 1 and run_plan(plan, tmp_path, corpus, lambda words: None)["cells"] == 1
 
 
 def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_path, monkeypatch):
@@ -315,7 +315,7 @@ def test_what_another_process_is_at_is_left_to_it(plan, corpus, done, tmp_path, 
     seen = counting(monkeypatch)
     key = rows(done)[0]["key"]  # the first of its row: 16, 64 and 4000 tokens
     with lock_file(tmp_path / "out" / "locks" / key):
-        told = run_plan(plan, tmp_path / "out", corpus, lambda words: None, helps=True)
+        told = run_plan(plan, tmp_path / "out", corpus, lambda words: None, is_helper=True)
     assert len(seen) == 21 and told["done"] == 14
     run_plan(plan, tmp_path / "out", corpus, lambda words: None)
     assert len(seen) == 21 + 3 + 7  # the row that was left, and again what failed

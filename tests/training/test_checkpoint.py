@@ -101,7 +101,7 @@ def flip_a_weight(path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
-    return "its content was changed after it was written"
+    return "its content changed after it was written"
 
 
 def rename_a_weight(path):
@@ -117,7 +117,7 @@ def test_a_broken_state_is_named_and_gone_on_without(corpus, done, stopped, tmp_
     path = out / "state-000000005.safetensors"
     words = harm(path)
     with pytest.raises(
-        ValueError, match=f"{words}.*; delete it, and the same command goes on from the first step"
+        ValueError, match=f"{words}.*; delete it, and the same command resumes from the first step"
     ) as e:
         train(corpus, TINY, out)
     assert str(e.value).startswith(f"{path}: ")
@@ -140,7 +140,7 @@ def test_a_state_from_before_checksums_is_gone_on_from(corpus, done, stopped, tm
 def test_a_broken_train_json_is_named(corpus, done, stopped, tmp_path, content):
     out = Path(shutil.copytree(stopped, tmp_path / "run"))
     (out / "train.json").write_text(content)
-    with pytest.raises(ValueError, match=r"train\.json: expected .*; delete it, and the same command goes on"):
+    with pytest.raises(ValueError, match=r"train\.json: expected .*; delete it, and the same command resumes"):
         train(corpus, TINY, out)
     (out / "train.json").unlink()
     train(corpus, TINY, out)

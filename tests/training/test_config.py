@@ -57,7 +57,7 @@ def test_sizes_are_read():
         ({"variant": "pi", "recipe": "rope"}, "variant: expected a variant, or recipe and pose, got both"),
         ({"variant": "pi", "pose": 64}, "variant: expected a variant, or recipe and pose, got both"),
         ({"precision": "fp16"}, "precision: expected one of auto, bf16, fp32, got 'fp16'"),
-        ({"steps": 5, "epochs": 2.0}, "steps, epochs: expected one of them, above 0, got 5 and 2.0"),
+        ({"steps": 5, "epochs": 2.0}, "steps, epochs: expected exactly one above 0, got 5 and 2.0"),
         ({"steps": 0}, "steps, epochs"),
         ({"steps": -3, "epochs": 2.0}, "steps"),
         ({"epochs": float("inf")}, "epochs"),
@@ -136,5 +136,5 @@ def test_settings_that_do_not_fit_the_corpus(corpus, tmp_path, options, message)
 
 
 def test_a_folder_without_a_corpus(tmp_path):
-    with pytest.raises(ValueError, match=r"manifest.json: expected a corpus made ready.*isentrope data prepare"):
+    with pytest.raises(ValueError, match=r"manifest.json: expected a prepared corpus.*isentrope data prepare"):
         train(tmp_path, TINY, tmp_path / "out")

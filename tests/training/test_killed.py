@@ -149,7 +149,7 @@ def test_told_to_stop_the_command_saves_says_so_and_goes_on_to_the_same_weights(
 
 def assert_says_where_it_stopped(name, said, out):
     last = said.read_text().splitlines()[-1]
-    told = re.fullmatch(rf"isentrope: {name} at step (\d+): saved; the same command goes on from (.*)", last)
+    told = re.fullmatch(rf"isentrope: {name} at step (\d+): saved; the same command resumes from (.*)", last)
     assert told, said.read_text()
     assert told[2] == str(out) and states(out) == [int(told[1])]
     return int(told[1])
@@ -336,7 +336,7 @@ def test_two_processes_save_together_though_their_clocks_differ(corpus, tmp_path
     config = replace(SHARED, save_every=0, evaluate_every=12)
     codes, said = two(tmp_path, corpus, config, tmp_path / "run", second=(0.0,), work=break_down)
     assert codes == [1, 1]
-    assert all("step 4: a weight is no number" in words for words in said), said
+    assert all("step 4: a weight is not finite" in words for words in said), said
 
 
 def test_a_batch_that_two_processes_cannot_share(corpus, tmp_path):

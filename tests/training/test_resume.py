@@ -67,7 +67,7 @@ def test_a_run_that_diverged_goes_on_where_it_was_good(corpus, done, tmp_path):
 def test_a_run_stopped_at_any_step_goes_on_to_the_same_weights(corpus, done, tmp_path, monkeypatch, at):
     with monkeypatch.context() as patch:
         stop_at(patch, at)
-        with pytest.raises(Interrupted, match=f"SIGTERM at step {at}: saved; the same command goes on from"):
+        with pytest.raises(Interrupted, match=f"SIGTERM at step {at}: saved; the same command resumes from"):
             train(corpus, TINY, tmp_path)
     assert states(tmp_path) == [at]
     train(corpus, TINY, tmp_path)

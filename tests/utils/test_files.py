@@ -16,8 +16,8 @@ from isentrope.utils.files import BrokenFileError, explain_os_error, lock_file, 
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EPERM, "here/file: writing there is not permitted; choose another place"),
-        (errno.EEXIST, "here/file: is there already, and no folder; choose another name or move it away"),
+        (errno.EPERM, "here/file: writing is not permitted; choose another folder"),
+        (errno.EEXIST, "here/file: already exists and is not a folder; choose another name or move it away"),
         (errno.EACCES, "here/file: no permission; change that of the file or folder, or choose another"),
         (errno.ENOSPC, "here/file: no space is left on the disk; make room, then run the same command again"),
         (errno.ENODEV, "here/file: no such device; choose another file or folder"),
@@ -46,7 +46,7 @@ def test_a_file_where_a_folder_is_needed(tmp_path):
     (tmp_path / "out").write_text("")
     result = CliRunner().invoke(app, ["laws", "--longest", "128", "--queries", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "Errno" not in result.stderr
-    assert f"{tmp_path / 'out'}: is there already, and no folder; choose another name" in result.stderr
+    assert f"{tmp_path / 'out'}: already exists and is not a folder; choose another name" in result.stderr
 
 
 def test_a_full_disk_is_said_of_the_file_by_its_own_name(tmp_path):

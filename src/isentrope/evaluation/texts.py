@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 from isentrope.data.corpus import Document, read_documents
 from isentrope.data.source import find_text_files
 from isentrope.evaluation.loading import load_tokenizer
+
+MAX_PATH_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,10 @@ def _as_sequence(inputs: Any) -> list[Any]:
 
 
 def _names_files(text: str) -> bool:
-    """Whether a string is meant as a location: it exists, is a glob that matches, or has no blank as prose has."""
-    try:
-        return os.path.exists(text) or not text.strip() or len(text.split()) == 1
-    except ValueError:  # a null character
+    """Whether a string is meant as a location: a file or folder that exists, a glob that matches, or one word."""
+    if "\n" in text or "\0" in text or len(text) > MAX_PATH_CHARACTERS:
         return False
+    return os.path.exists(text) or len(text.split()) <= 1 or next(iglob(text, recursive=True), None) is not None
 
 
 def tokenize_documents(

@@ -67,13 +67,14 @@ def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPl
     if (entry := data.get("retrieval")) is not None:
         retrieval_config = _parse_retrieval(f"{where}: retrieval", entry, recipes)
         haystack = _find_files(entry.get("text", []), folder)
+    texts = _find_files(data["texts"], folder)
     model = _expand_variables(str(data["decoder"]["model"]))
     local_model = folder / model
     return CausalPlan(
         name=name,
         title=str(data.get("title", name)),
         decoder=data["decoder"] | {"model": str(local_model) if local_model.is_dir() else model},
-        texts=_find_files(data["texts"], folder),
+        texts=texts,
         documents=check_whole(where, data, "documents") if "documents" in data else DEFAULT_DOCUMENTS,
         perplexity=PerplexityConfig(recipes, check_list(where, data, "edges", int)),
         retrieval=retrieval_config,

@@ -17,16 +17,7 @@ from isentrope.experiments.causal_plan import CausalPlan
 
 
 def run_causal_plan(plan: CausalPlan, out: Path, notify: Callable[[str], None] = print) -> dict[str, Any]:
-    """Measure what is missing of a plan in the folder `out`/NAME.
-
-    Args:
-        plan: The plan.
-        out: The folder that plans share.
-        notify: Receives why recipes were left out and why cells failed.
-
-    Returns:
-        The counts of `causal_plan_status`, for the recipes that the model supports.
-    """
+    """Measure what is missing of a plan in `out`/NAME; arguments as in `run_plan`, counts of supported recipes."""
     name, gguf_file = str(plan.decoder["model"]), plan.decoder.get("gguf_file")
     texts = load_texts(
         plan.texts, name, gguf_file, plan.perplexity.length, plan.documents

@@ -64,19 +64,7 @@ def run_masked_plan(
     compile: bool | None = None,
     is_helper: bool = False,
 ) -> dict[str, Any]:
-    """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`.
-
-    Args:
-        plan: The plan.
-        out: The folder that plans share.
-        corpus: A prepared corpus; by default the plan's own.
-        notify: Receives a message for each training.
-        compile: Whether trainings are compiled; None compiles long ones on a GPU.
-        is_helper: Skip what another process works on, and leave writing the results to it.
-
-    Returns:
-        The counts of `masked_plan_status`.
-    """
+    """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`; arguments as in `run_plan`."""
     state = PartialState()
     prepared = _open_corpus(plan, out, corpus)
     trained = prepare_checkpoints(plan, prepared, out, notify, compile)

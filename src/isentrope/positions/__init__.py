@@ -1,4 +1,4 @@
-"""Position methods: where queries and keys meet."""
+"""Position methods: the rotary positions and distance biases of queries and keys."""
 
 from isentrope.positions.alibi import ALiBi
 from isentrope.positions.branch import Branch, ModelRotary, NoPE, Position

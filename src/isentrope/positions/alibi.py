@@ -1,4 +1,4 @@
-"""Linear distance bias."""
+"""ALiBi: a linear distance bias."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from isentrope.positions.branch import Branch, Position
 
 @dataclass(frozen=True)
 class ALiBi(Position):
-    """A bias -m_h |Δ| on the score, m_h = 2^{-8h/H} for h = 1 … H (Press et al., 2021); no rotation.
+    """s - m_h |Δ|, m_h = 2^{-8h/H} for heads h = 1 … H (Press et al., 2021); no rotation.
 
-    For H not a power of two, the slopes of the power of two below, then every other slope of twice that.
+    For H not a power of two: the slopes of the next lower power of two, then every other slope of twice that.
     """
 
     needs_training = True
 
     @staticmethod
     def slopes(heads: int) -> Tensor:
+        """Return m_h, (heads,)."""
+
         def powers(count: int) -> list[float]:
             return [2 ** (-8 * h / count) for h in range(1, count + 1)]
 

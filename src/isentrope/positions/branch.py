@@ -1,4 +1,4 @@
-"""What a position method yields: at which rotary positions queries and keys meet, region by region."""
+"""Branches: the rotary positions of queries and keys, region by region."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from isentrope.parts import Part
 
 @dataclass(frozen=True)
 class Branch:
-    """Inside `region`, query i and key j meet rotated to the positions `query`_i and `key`_j.
+    """Inside `region`, query i is rotated to position `query`_i and key j to position `key`_j.
 
-    query, key: real positions (batch or 1, length), one number for all, or None for no rotation.
-    slopes: (heads,), a bias -slope · |i - j| on the score.
+    Attributes:
+        region: the pairs of queries and keys.
+        query, key: positions (batch or 1, length), one number for all, or None for no rotation.
+        slopes: (heads,), for a bias -slope · |i - j| on the score.
     """
 
     region: Region = field(default_factory=lambda: EVERYTHING)
@@ -30,8 +32,12 @@ class Branch:
 class ModelRotary:
     """The rotary embedding of a model that a position method is applied to.
 
-    theta: its frequencies now, (pairs,). layout: of its pairs, "half" or "interleaved".
-    kind, base: `rope_type` and `rope_theta` of its config; "default" is θ_m = base^{-2m/d}, d = 2 · pairs.
+    Attributes:
+        model_type: the model's name, for error messages.
+        theta: its frequencies, (pairs,).
+        layout: of its pairs, "half" or "interleaved".
+        kind: `rope_type` of its config; "default" is θ_m = base^{-2m/d}, d = 2 · pairs.
+        base: `rope_theta` of its config.
     """
 
     model_type: str
@@ -42,69 +48,75 @@ class ModelRotary:
 
     @property
     def dim(self) -> int:
-        """How many entries of a head turn."""
+        """Number of entries of a head that are rotated."""
         return 2 * self.theta.shape[-1]
 
     def check_unscaled(self, name: str) -> None:
-        """Raise ValueError where frequencies computed from the base alone would lose what the model has."""
-        advice = "take 'rerope', 'leakyrerope', 'selfextend' or 'pi', which keep them"
+        """Check that the model's frequencies follow from its base alone.
+
+        Raises:
+            ValueError: the method `name` computes frequencies from the base, which would discard the model's scaling.
+        """
+        remedy = "use 'rerope', 'leakyrerope', 'selfextend' or 'pi', which keep them"
         if self.kind != "default":
             raise ValueError(
                 f"{self.model_type}: its frequencies are already scaled (rope_type {self.kind!r}), and {name} would "
-                f"replace them; load it with rope_type 'default', or {advice}"
+                f"replace them; load it with rope_type 'default', or {remedy}"
             )
         exponents = torch.arange(0, self.dim, 2, device=self.theta.device) / self.dim
-        # a model in half precision may have rounded them: bf16 keeps eight bits
+        # bf16 frequencies are rounded to eight bits
         if self.base is None or not torch.allclose(self.theta.float(), self.base**-exponents, rtol=2**-8, atol=0):
             raise ValueError(
                 f"{self.model_type}: its frequencies are not base^(-2m/{self.dim}) for rope_theta {self.base}, "
-                f"and {name} would replace them; {advice}"
+                f"and {name} would replace them; {remedy}"
             )
 
 
 class Position(Part):
-    """A position method: `branches` says where queries and keys meet, `frequencies` how fast angles turn.
+    """A position method: `branches` gives the positions of queries and keys, `frequencies` the angle per position.
 
     The regions of the branches are disjoint and cover every pair; attention merges them exactly.
     """
 
     rotates = False
-    # the longest row that a method is made for, where it has one
-    longest: int | None = None
-    # keys rotated once may stay in a cache: one branch, and angles that do not depend on the length
-    keys_cacheable = True
+    longest: int | None = None  # the longest supported row
+    keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        """query (batch or 1, queries), key (batch or 1, keys): the positions of this call."""
+        """Return the branches for queries and keys at these positions, (batch or 1, queries) and (batch or 1, keys)."""
         raise NotImplementedError
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """θ (pairs,) of a method that rotates, or (…, pairs) where it depends on the length (…) of the row."""
+        """Return θ (pairs,) of a method that rotates, or (…, pairs) where it depends on the length (…) of the row."""
         raise NotImplementedError
 
     def fit(self, model: ModelRotary) -> Position:
-        """The method with what it leaves open taken from a model, or a ValueError where the two exclude each other."""
+        """Return the method with open options filled in from a model.
+
+        Raises:
+            ValueError: the method does not work with the model's rotary embedding.
+        """
         return self
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`frequencies` of a fitted method on a model that has its own, `model.theta`."""
+        """Return the frequencies of a fitted method on a model with its own, `model.theta`."""
         raise ValueError(
-            f"{self.name()}: does not say what it makes of a model's own frequencies; implement "
+            f"{self.name()}: cannot rescale a model's own frequencies; implement "
             f"{type(self).__name__}.rescale(model, length, dtype, device) to extend a model with it"
         )
 
     def cache_key(self) -> Hashable:
-        """What angles depend on besides the part's own options; where it is the same they may be kept."""
+        """Return what angles depend on besides the part's own options; angles with an equal key may be cached."""
         return None
 
     def resolve(self, train_length: int | None) -> Position:
-        """The method with a training length it was not given filled in."""
+        """Return the method with a missing training length filled in."""
         return self
 
 
 @dataclass(frozen=True)
 class NoPE(Position):
-    """No position information at all."""
+    """s(q_i, k_j) without rotation or bias: no position information."""
 
     needs_training = True
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies that are learned as a continuous function of the length."""
+"""CLEX: rotary frequencies learned as a continuous function of the length."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
 from isentrope.utils.text import format_value
 
-# weights are dim/2 × hidden, and every t up to max_factor is a few small steps
+# weights are dim/2 × hidden, and each t up to max_factor costs a few small kernels
 MAX_DIM, MAX_HIDDEN, MAX_TRAINED_FACTOR = 1 << 12, 1 << 14, 1 << 16
 
 
 class CLEX(nn.Module, Position):
     """d ln θ / dt = W_down tanh(W_up (ln θ + ln θ_ntk(t))) + d ln θ_ntk / dt, from t = 1 on (Chen et al., 2023).
 
-    θ_ntk(t) is RoPE with base · (2t - 1)^{d/(d-2)}. A row of L keys is read at t = ⌈L / train_length⌉. W_down starts at
-    zero, so that an untrained CLEX is NTK scaling. While training, call `sample` before each step: it draws t from
-    1 … max_factor for all layers at once.
+    θ_ntk(t) is RoPE with base · (2t - 1)^{d/(d-2)}, and a row of L keys uses t = ⌈L / train_length⌉. W_down starts at
+    zero, so that an untrained CLEX is NTK scaling. In training, call `sample` before each step: it draws one t from
+    1 … max_factor for all layers.
     """
 
     rotates = True
@@ -67,19 +67,19 @@ class CLEX(nn.Module, Position):
         self.reset()
 
     def reset(self) -> None:
-        """The values that training begins from: frequencies as NTK scaling has them, t = 1."""
-        nn.init.kaiming_uniform_(self.up.weight, a=5**0.5)  # as a linear layer begins
+        """Initialise the weights: NTK scaling at t = 1."""
+        nn.init.kaiming_uniform_(self.up.weight, a=5**0.5)  # as nn.Linear does
         nn.init.zeros_(self.down.weight)
         nn.init.ones_(self.factor)
 
     def sample(self, generator: torch.Generator | None = None) -> int:
-        """Draw the t that the next training step uses."""
+        """Draw and return the t of the next training step."""
         t = int(torch.randint(1, self.max_factor + 1, (), generator=generator))
         self.factor.fill_(t)
         return t
 
     def train(self, mode: bool = True) -> CLEX:
-        self._path = None  # a captured training step changes weights without a sign
+        self._path = None  # a captured training step changes weights without changing their version
         return super().train(mode)
 
     def rotated_size(self, head_dim: int) -> int:
@@ -96,9 +96,9 @@ class CLEX(nn.Module, Position):
             return self.path(self.max_factor, dtype, device).index_select(0, (self.factor - 1).view(1))[0]
         if isinstance(length, int):
             t = max(-(-length // self.train_length), 1)
-            return self._known(t, dtype, device)[-1]
+            return self._cached_path(t, dtype, device)[-1]
         t_rows = torch.div(length - 1, self.train_length, rounding_mode="floor").clamp_min(0)
-        return self._known(int(t_rows.max()) + 1, dtype, device)[t_rows]
+        return self._cached_path(int(t_rows.max()) + 1, dtype, device)[t_rows]
 
     @property
     def longest(self) -> int:  # type: ignore[override]
@@ -117,8 +117,8 @@ class CLEX(nn.Module, Position):
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.frequencies(model.dim, length, dtype, device)
 
-    def _known(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`path`, worked out once for weights that nobody changes: thousands of small steps at long lengths."""
+    def _cached_path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return `path`, computed once for unchanged weights: it takes thousands of small steps at long lengths."""
         weights = self.up.weight, self.down.weight
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
             return self.path(last, dtype, device)
@@ -129,7 +129,7 @@ class CLEX(nn.Module, Position):
         return self._path[1]
 
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """θ at t = 1 … last: (last, pairs). Only the learned part is integrated; θ_ntk is known in closed form."""
+        """Return θ at t = 1 … last, (last, pairs). Only the learned part is integrated; θ_ntk has a closed form."""
         learned = torch.zeros(self.dim // 2, dtype=dtype, device=device)
         states, h = [self._ntk(1, learned)], 1 / self.steps
         for t in range(1, last):
@@ -144,7 +144,7 @@ class CLEX(nn.Module, Position):
         return torch.stack(states).exp()
 
     def _ntk(self, t: float, like: Tensor) -> Tensor:
-        """ln θ_ntk(t)."""
+        """Return ln θ_ntk(t)."""
         stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
         return get_constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
 

@@ -1,4 +1,4 @@
-"""Positions to train at, so that a short window sees long distances."""
+"""Position ids for training at distances longer than the row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from isentrope.parts import Part, check_integer
 
 @dataclass(frozen=True)
 class PoSE(Part):
-    """Positional skip-wise training (Zhu et al., 2023): position ids in two chunks with a random gap between them.
+    """p_i = i for i < split, i + skip beyond: positional skip-wise training (Zhu et al., 2023).
 
-    A row of L tokens is split at a random place; the first chunk keeps positions 0, 1, …, the second is moved ahead by
-    a skip drawn from 0 … target_length - L. Draw anew for every example of every epoch.
+    For a row of L tokens, `split` is drawn from 1 … L - 1 and `skip` from 0 … target_length - L. Draw new ids for every
+    example of every epoch.
     """
 
     target_length: int = 4096
@@ -24,10 +24,10 @@ class PoSE(Part):
         check_integer(self, "target_length", 1)
 
     def sample(self, batch: int, length: int, generator: torch.Generator | None = None) -> Tensor:
-        """Position ids (batch, length), increasing along each row."""
+        """Draw position ids (batch, length), increasing along each row."""
         if length > self.target_length:
             raise ValueError(f"PoSE: expected length ≤ target_length={self.target_length}, got {length}")
-        # one token alone cannot be split
+        # a row of one token has no split
         split = torch.randint(1, max(length, 2), (batch, 1), generator=generator)
         skip = torch.randint(0, self.target_length - length + 1, (batch, 1), generator=generator)
         index = torch.arange(length).expand(batch, length)

@@ -1,7 +1,6 @@
-"""Methods that treat near and far keys differently: ReRoPE, Leaky ReRoPE, SelfExtend.
+"""Methods with RoPE inside a window and another distance outside: ReRoPE, Leaky ReRoPE, SelfExtend.
 
-Near, |Δ| < window, all of them are RoPE. Far keys meet the query at another distance; for keys behind it that
-distance is positive, for keys ahead (bidirectional models) the same with the sign turned.
+For keys behind the query the distance is positive, for keys ahead of it (bidirectional models) it is negative.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from isentrope.positions.rope import Rotary
 
 @dataclass(frozen=True)
 class NearAndFar(Rotary):
-    """RoPE inside the window, `far` outside."""
+    """RoPE for |Δ| < window, the positions from `far` beyond."""
 
     window: int
     keys_cacheable = False
@@ -34,7 +33,7 @@ class NearAndFar(Rotary):
         return length <= self.window
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
-        """Where far queries and keys meet: behind the query (sign 1) or ahead of it (sign -1)."""
+        """Return the positions of queries and keys for keys behind the query (sign 1) or ahead of it (sign -1)."""
         raise NotImplementedError
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
@@ -48,16 +47,16 @@ class NearAndFar(Rotary):
     def fit(self, model: ModelRotary) -> Self:
         if self.base != Rotary.base:
             raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
-        return self._shaped(model, self.base)
+        return self._match_model(model, self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The model's own."""
+        """Return the model's own frequencies."""
         return model.theta.to(device, dtype)
 
 
 @dataclass(frozen=True)
 class ReRoPE(NearAndFar):
-    """Distance Δ for |Δ| < w, sign(Δ) · w beyond: no angle the model has not seen (Su, 2023)."""
+    """Distance Δ for |Δ| < w, sign(Δ) · w beyond: no angle that the model was not trained on (Su, 2023)."""
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         return sign * self.window, None
@@ -71,7 +70,7 @@ class LeakyReRoPE(NearAndFar):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "leak", MAX_FACTOR, least=1)
+        check_number(self, "leak", MAX_FACTOR, minimum=1)
 
     def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
         shift = sign * self.window * (1 - 1 / self.leak)

@@ -14,15 +14,17 @@ from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, chec
 from isentrope.positions.branch import Branch, ModelRotary, Position
 
 LAYOUTS = ("half", "interleaved")
-MAX_TURNS = 1e6  # of a pair within the original length
+MAX_ROTATIONS = 1e6  # of a pair within the original length
 
 
 @dataclass(frozen=True)
 class Rotary(Position):
-    """Pair m of a vector at position p turns by p · θ_m.
+    """Pair m of a vector at position p is rotated by p · θ_m.
 
-    layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
-    rotary_dim: only the first rotary_dim entries turn; all of them by default.
+    Attributes:
+        base: of the frequencies.
+        layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
+        rotary_dim: number of entries that are rotated, from the first; all by default.
     """
 
     base: float = field(default=10000.0, kw_only=True)
@@ -39,7 +41,7 @@ class Rotary(Position):
                 raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
 
     def rotated_size(self, head_dim: int) -> int:
-        """How many entries of a head turn."""
+        """Return the number of entries of a head that are rotated."""
         dim = head_dim if self.rotary_dim is None else self.rotary_dim
         if dim % 2:
             raise ValueError(f"{type(self).__name__}: expected an even head size to rotate in pairs, got {dim}")
@@ -60,20 +62,24 @@ class Rotary(Position):
         if base == Rotary.base:
             model.check_unscaled(self.name())
             base = model.base or base
-        return self._shaped(model, base)
+        return self._match_model(model, base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """By default the method's own `frequencies`, at the model's base: they take the place of the model's."""
+        """Return the method's own `frequencies` at the model's base, which replace the model's."""
         return self.frequencies(model.dim, length, dtype, device)
 
-    def _shaped(self, model: ModelRotary, base: float) -> Self:
-        """The method on the entries that a model rotates, in its layout."""
+    def _match_model(self, model: ModelRotary, base: float) -> Self:
+        """Return the method with the model's layout and number of rotated entries."""
         if self.layout not in (Rotary.layout, model.layout):
             raise ValueError(
-                f"{model.model_type}: its pairs are laid out {model.layout!r}, the recipe's {self.layout!r}"
+                f"{model.model_type}: its pairs are laid out {model.layout!r}, the recipe's {self.layout!r}; "
+                "leave layout out"
             )
         if self.rotary_dim not in (None, model.dim):
-            raise ValueError(f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}")
+            raise ValueError(
+                f"{model.model_type}: rotates {model.dim} entries of a head, the recipe {self.rotary_dim}; "
+                "leave rotary_dim out"
+            )
         return replace(self, base=base, layout=model.layout, rotary_dim=model.dim)
 
 
@@ -86,10 +92,10 @@ class RoPE(Rotary):
     rotary_dim: int | None = None
 
     def fit(self, model: ModelRotary) -> Self:
-        return self._shaped(model, self.base)
+        return self._match_model(model, self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The model's own, unless another base is given."""
+        """Return the model's own frequencies, unless the recipe has another base."""
         if self.base == Rotary.base:
             return model.theta.to(device, dtype)
         return super().rescale(model, length, dtype, device)
@@ -97,26 +103,26 @@ class RoPE(Rotary):
 
 @dataclass(frozen=True)
 class PI(Rotary):
-    """θ_m / factor: positions divided by the factor (Chen et al., 2023)."""
+    """θ_m = base^{-2m/d} / factor: positions divided by the factor, position interpolation (Chen et al., 2023)."""
 
     factor: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", MAX_FACTOR, least=1)
+        check_number(self, "factor", MAX_FACTOR, minimum=1)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return super().frequencies(head_dim, length, dtype, device) / self.factor
 
     def fit(self, model: ModelRotary) -> Self:
-        return self._shaped(model, model.base or self.base)
+        return self._match_model(model, model.base or self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return model.theta.to(device, dtype) / self.factor
 
 
 class TrainedLength(Rotary):
-    """A method that needs to know the length the model was trained at."""
+    """A method that depends on the length the model was trained at."""
 
     original_length: int | None
 
@@ -131,20 +137,25 @@ class TrainedLength(Rotary):
         return self
 
     def require_original_length(self) -> int:
+        """Return the length the model was trained at.
+
+        Raises:
+            ValueError: it was not given.
+        """
         if self.original_length is None:
             raise ValueError(
                 f"{type(self).__name__}(original_length=…): expected the length the model was trained at, got None; "
-                "state it, or join a temperature that has a train_length"
+                "set it, or add a temperature that has a train_length"
             )
         return self.original_length
 
 
 @dataclass(frozen=True)
 class NTK(TrainedLength):
-    """RoPE with base · s^{d/(d-2)} (bloc97, 2023).
+    """θ_m = (base · s^{d/(d-2)})^{-2m/d}: NTK-aware scaling (bloc97, 2023).
 
     Static: s = factor. Dynamic: s = factor · L / L₀ - (factor - 1) for a row of L > L₀ keys, and 1 below, as in
-    transformers; keys rotated for a shorter row then have the wrong angles.
+    transformers; keys rotated for a shorter row then have the wrong angles. L₀ is the original length.
     """
 
     factor: float
@@ -153,7 +164,7 @@ class NTK(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", MAX_FACTOR, least=1)
+        check_number(self, "factor", MAX_FACTOR, minimum=1)
         check_bool(self, "dynamic")
 
     @property
@@ -163,7 +174,7 @@ class NTK(TrainedLength):
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)
         if self.dynamic:
-            self.require_original_length()  # or an error that says what is missing
+            self.require_original_length()
         return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -179,11 +190,11 @@ class NTK(TrainedLength):
 
 @dataclass(frozen=True)
 class YaRN(TrainedLength):
-    """θ' = (θ / s)(1 - m) + θ m: slow pairs interpolated, fast ones kept (Peng et al., 2023).
+    """θ'_i = (θ_i / s)(1 - m_i) + θ_i m_i: slow pairs interpolated, fast ones kept (Peng et al., 2023).
 
-    m_i = 1 - clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that turn `beta_fast` and
-    `beta_slow` times within the original length L₀: corr(r) = d ln(L₀ / 2πr) / (2 ln base). Frequencies only: YaRN
-    as published is this and `YaRNTemperature(factor=s)`.
+    m_i = 1 - clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that make `beta_fast` and
+    `beta_slow` rotations within the original length L₀: pair(r) = d ln(L₀ / 2πr) / (2 ln base). These are the
+    frequencies alone: YaRN as published is this and `YaRNTemperature(factor=s)`.
     """
 
     factor: float
@@ -193,37 +204,37 @@ class YaRN(TrainedLength):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", MAX_FACTOR, least=1)
-        check_number(self, "beta_fast", MAX_TURNS, least=1 / MAX_TURNS)
-        check_number(self, "beta_slow", MAX_TURNS, least=1 / MAX_TURNS)
+        check_number(self, "factor", MAX_FACTOR, minimum=1)
+        check_number(self, "beta_fast", MAX_ROTATIONS, minimum=1 / MAX_ROTATIONS)
+        check_number(self, "beta_slow", MAX_ROTATIONS, minimum=1 / MAX_ROTATIONS)
 
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)
-        self.require_original_length()  # or an error that says what is missing
+        self.require_original_length()
         return fitted
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return get_constant(YaRN._frequencies, device, self, self.rotated_size(head_dim), dtype)
 
     def _frequencies(self, dim: int, dtype: torch.dtype) -> Tensor:
-        def pair_turning(rotations: float) -> float:
+        def pair_with(rotations: float) -> float:
             return dim * log(self.require_original_length() / (2 * pi * rotations)) / (2 * log(self.base))
 
-        low = max(floor(pair_turning(self.beta_fast)), 0)
-        high = min(ceil(pair_turning(self.beta_slow)), dim - 1)
+        low = max(floor(pair_with(self.beta_fast)), 0)
+        high = min(ceil(pair_with(self.beta_slow)), dim - 1)
         if low == high:
-            high += 0.001  # type: ignore[assignment]  # a step instead of a ramp
+            high += 0.001  # type: ignore[assignment]  # avoids dividing by zero
         theta = rope_frequencies(dim, self.base, dtype)
-        kept = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
-        return theta / self.factor * (1 - kept) + theta * kept
+        m = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
+        return theta / self.factor * (1 - m) + theta * m
 
 
 def rope_frequencies(dim: int, base: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """base^{-2m/dim} for m = 0 … dim/2 - 1; a base (…, 1) gives (…, dim/2)."""
+    """Return base^{-2m/dim} for m = 0 … dim/2 - 1; a base (…, 1) gives (…, dim/2)."""
     device = base.device if isinstance(base, Tensor) else None
     return 1.0 / base ** rope_exponents(dim, dtype, device)
 
 
 def rope_exponents(dim: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """2m/dim."""
+    """Return 2m/dim for m = 0 … dim/2 - 1."""
     return torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(dtype) / dim

@@ -1,4 +1,4 @@
-"""Temperatures: the multiplier τ(n) on the score, as a law over the number of keys n."""
+"""Temperatures: the factor τ(n) of the score, a function of the number of keys n."""
 
 from isentrope.temperatures.fitted import Fitted
 from isentrope.temperatures.laws import (

@@ -1,4 +1,4 @@
-"""A temperature read from a table: what calibration on a user's own text leaves behind."""
+"""A temperature interpolated from a table, as calibration writes it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from isentrope.parts import MAX_LENGTH, MAX_TEMPERATURE
 from isentrope.temperatures.laws import Temperature
 from isentrope.utils.text import format_value
 
-MAX_NESTED = 3  # layers of heads of lengths
+MAX_TABLE_DIMS = 3  # layers, heads, lengths
 
 
 @dataclass(frozen=True)
 class Fitted(Temperature):
-    """τ(n) interpolated linearly in ln n between `lengths`, the last slope continued beyond the last of them.
+    """τ(n) interpolated linearly in ln n between `lengths`, extrapolated with the last slope.
 
-    table: one value a length, or a row of them a head, or such rows for every layer: (lengths), (heads, lengths) or
-    (layers, heads, lengths); a head axis of 1 serves all heads. `lengths[0]` is the training length: clamped, τ = 1
-    up to there.
+    Attributes:
+        lengths: increasing; the first is the training length, up to which τ = 1 if clamped.
+        table: τ at the lengths, (lengths), (heads, lengths) or (layers, heads, lengths); a head axis of 1 serves all
+            heads.
     """
 
     lengths: tuple[int, ...]
@@ -34,8 +35,8 @@ class Fitted(Temperature):
         object.__setattr__(self, "lengths", _as_tuple(self.lengths, "lengths"))
         object.__setattr__(self, "table", _as_tuple(self.table, "table"))
         lengths = self.lengths
-        known = isinstance(lengths, tuple) and lengths and all(type(n) is int for n in lengths)
-        if not known or not all(0 < n <= MAX_LENGTH for n in lengths):
+        are_integers = isinstance(lengths, tuple) and lengths and all(type(n) is int for n in lengths)
+        if not are_integers or not all(0 < n <= MAX_LENGTH for n in lengths):
             raise ValueError(f"Fitted(lengths=…): expected positive integers ≤ 2^53, got {format_value(lengths)}")
         if any(1000 * b < 1001 * a for a, b in pairwise(lengths)):
             raise ValueError(
@@ -47,7 +48,7 @@ class Fitted(Temperature):
                 f"Fitted(table=…): expected nested numbers from 0 to {MAX_TEMPERATURE:g}, "
                 f"got {format_value(self.table)}"
             )
-        if not 1 <= len(shape) <= MAX_NESTED or shape[-1] != len(lengths):
+        if not 1 <= len(shape) <= MAX_TABLE_DIMS or shape[-1] != len(lengths):
             raise ValueError(
                 f"Fitted(table=…): expected shape ([layers,] [heads,] lengths) with {len(lengths)} lengths, got {shape}"
             )
@@ -66,12 +67,12 @@ class Fitted(Temperature):
     def law(self, n: Tensor, head_dim: int) -> Tensor:
         table = torch.tensor(self.table, dtype=n.dtype, device=n.device)
         if table.dim() == 3:
-            raise ValueError("Fitted: the table has a layer axis; take for_layer(i) first")
+            raise ValueError("Fitted: the table has a layer axis; call for_layer(i) first")
         return interpolate_table(n, self.lengths, table)
 
 
 def interpolate_table(n: Tensor, lengths: tuple[int, ...], table: Tensor) -> Tensor:
-    """τ(n) from a table (lengths) or (heads, lengths), straight in ln n; gradients pass to the table."""
+    """Interpolate a table (lengths) or (heads, lengths) linearly in ln n; gradients flow to the table."""
     per_head = table.dim() == 2
     if per_head and n.dim() >= 2:
         n = n.squeeze(-2)  # the head axis of (batch, 1, queries)
@@ -90,13 +91,13 @@ def _as_tuple(value: Any, name: str, depth: int = 0) -> Any:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         return value
-    if depth > MAX_NESTED:
+    if depth > MAX_TABLE_DIMS:
         raise ValueError(f"Fitted({name}=…): expected at most layers of heads of lengths, got {depth} levels or more")
     return tuple(_as_tuple(v, name, depth + 1) for v in value)
 
 
 def _shape(table: Any) -> tuple[int, ...] | None:
-    """Of tuples of equal size inside one another that hold temperatures; None for anything else."""
+    """Return the shape of nested tuples of temperatures; None if they are ragged or hold anything else."""
     if not isinstance(table, tuple):
         is_number = isinstance(table, Real) and not isinstance(table, bool)
         return () if is_number and 0 <= table <= MAX_TEMPERATURE else None

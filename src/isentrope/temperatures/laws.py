@@ -1,4 +1,4 @@
-"""Temperature laws in closed form. Each class is one formula: its `law` method."""
+"""Temperature laws in closed form: each class is one formula, its method `law`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from isentrope.parts import MAX_FACTOR, MAX_LENGTH, Part, check_bool, check_choi
 from isentrope.utils.text import format_value
 
 COUNTS = ("visible", "sequence", "position")
-MIN_BASE = 1.01  # of Softmax Plus: τ = 100 ln n there
+MIN_BASE = 1.01  # of Softmax Plus, where τ = 100 ln n
 MAX_COEFFICIENT = 100.0  # of Llama 4
-# Nats of attention entropy: at most ln 2^53, and so far below ln n_tr that τ is finite.
+# Attention entropy in nats: at most ln 2^53, and ln n_tr must exceed it by the margin for τ to be finite.
 MIN_ENTROPY, MAX_ENTROPY, ENTROPY_MARGIN = -20.0, 36.0, 1e-3
 
 
 @dataclass(frozen=True)
 class Temperature(Part):
-    """τ(n), multiplied onto the score of a query that attends over n keys.
+    """τ(n): the factor of the scores of a query that attends over n keys.
 
-    clamp: τ is exactly 1 for n at or below `unit_length`, so that short inputs are untouched.
-    count: what n is. "visible": keys the query may see after all masks; "sequence": unpadded keys of its row
-    (of its document, when packed); "position": its position + 1.
+    Attributes:
+        clamp: whether τ = 1 for n ≤ `unit_length`, which leaves short inputs unchanged.
+        count: what n counts. "visible": keys that the query sees after all masks; "sequence": unpadded keys of its row,
+            or of its document; "position": its position + 1.
     """
 
     clamp: bool = field(default=True, kw_only=True)
@@ -42,22 +43,22 @@ class Temperature(Part):
         raise NotImplementedError
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
-        """The bare formula; n is a float tensor."""
+        """Return τ(n) by the formula alone, for a float tensor n."""
         raise NotImplementedError
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
-        """τ for each entry of n, in fp32 or wider."""
+        """Return τ for each entry of n, clamped if `clamp`, in fp32 or wider."""
         n = lengths_as_float(n)
         if not self.clamp:
             return self.law(n, head_dim)
-        longer = n.clamp_min(self.unit_length)  # the law may not be defined below
+        longer = n.clamp_min(self.unit_length)  # the law may be undefined below
         return torch.where(n > self.unit_length, self.law(longer, head_dim), torch.ones_like(n))
 
     def idle(self, length: int) -> bool:
         return self.clamp and length <= self.unit_length
 
     def for_layer(self, layer: int) -> Temperature:
-        """The law of one layer: the same everywhere unless a law says otherwise."""
+        """Return the law of one layer; all layers have the same unless a law says otherwise."""
         return self
 
 
@@ -125,8 +126,8 @@ class LogN(Temperature):
 class YaRNTemperature(Temperature):
     """τ = (0.1 ln(n / n_tr) + 1)², YaRN's pre-softmax scaling (Peng et al., 2023).
 
-    With `factor` in place of `train_length` the static form (0.1 ln factor + 1)², the same at every length, as YaRN
-    is published; nothing is clamped there.
+    With `factor` in place of `train_length`, the static form (0.1 ln factor + 1)² at every length, as YaRN is
+    published; it is not clamped.
     """
 
     train_length: int | None = None
@@ -140,7 +141,7 @@ class YaRNTemperature(Temperature):
                 f"got train_length={format_value(self.train_length)}, factor={format_value(self.factor)}"
             )
         if self.train_length is None:
-            check_number(self, "factor", MAX_FACTOR, least=1)
+            check_number(self, "factor", MAX_FACTOR, minimum=1)
         else:
             check_integer(self, "train_length", 1)
 
@@ -157,7 +158,8 @@ class YaRNTemperature(Temperature):
 class InfoScale(Temperature):
     """τ = √(f(n) / f(n_tr)),  f(m) = 1 - e^{2ε/d} m^{-2/d}: the temperature that keeps attention entropy at ε.
 
-    Li et al., "Information Entropy Invariance", Eq. 13–15. ε = 0 in the paper. Needs ln n > ε and ln n_tr > ε.
+    n_tr is the training length, d the head size; ε = 0 in the paper. Needs ln n > ε and ln n_tr > ε. Source: Li et al.,
+    "Information Entropy Invariance", Eq. 13–15.
     """
 
     train_length: int
@@ -166,13 +168,13 @@ class InfoScale(Temperature):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self, "train_length", 1)
-        check_number(self, "epsilon", MAX_ENTROPY, least=MIN_ENTROPY)
+        check_number(self, "epsilon", MAX_ENTROPY, minimum=MIN_ENTROPY)
         if log(self.train_length) <= self.epsilon + ENTROPY_MARGIN:
-            raise ValueError(self._undefined(f"ln train_length > epsilon + {ENTROPY_MARGIN:g}"))
+            raise ValueError(self._describe_undefined(f"ln train_length > epsilon + {ENTROPY_MARGIN:g}"))
 
-    def _undefined(self, need: str, n: str = "") -> str:
+    def _describe_undefined(self, need: str, n: str = "") -> str:
         got = f"{n}train_length={self.train_length}, epsilon={self.epsilon:g}"
-        return f"{type(self).__name__}: expected {need}, got {got}"
+        return f"{type(self).__name__}: expected {need}, got {got}; lower epsilon"
 
     @property
     def unit_length(self) -> float:
@@ -180,11 +182,11 @@ class InfoScale(Temperature):
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
         if not self.clamp and values_are_readable(n) and bool((n.log() <= self.epsilon).any()):
-            raise ValueError(self._undefined("ln n > epsilon", f"n={n.min().item():g}, "))
-        return self._gauge(n, head_dim) / self._gauge(n.new_full((), self.train_length), head_dim)
+            raise ValueError(self._describe_undefined("ln n > epsilon", f"n={n.min().item():g}, "))
+        return self._unscaled_tau(n, head_dim) / self._unscaled_tau(n.new_full((), self.train_length), head_dim)
 
-    def _gauge(self, n: Tensor, head_dim: int) -> Tensor:
-        """√f(n), with f as -expm1(-2 (ln n - ε) / d), which keeps its digits when d is large."""
+    def _unscaled_tau(self, n: Tensor, head_dim: int) -> Tensor:
+        """Return √f(n), with f as -expm1(-2 (ln n - ε) / d), which stays accurate for large d."""
         return torch.sqrt(-torch.expm1(-2 * (torch.log(n) - self.epsilon) / head_dim))
 
 
@@ -192,14 +194,14 @@ class InfoScale(Temperature):
 class InfoScaleExact(InfoScale):
     """τ = g(n) / g(n_tr),  g(m) = √(1 - y) / y,  y = e^{2ε/d} m^{-2/d}: InfoScale without its Taylor step (Eq. 10)."""
 
-    def _gauge(self, n: Tensor, head_dim: int) -> Tensor:
+    def _unscaled_tau(self, n: Tensor, head_dim: int) -> Tensor:
         exponent = 2 * (torch.log(n) - self.epsilon) / head_dim
         return torch.sqrt(-torch.expm1(-exponent)) * torch.exp(exponent)
 
 
 @dataclass(frozen=True)
 class Llama4(Temperature):
-    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋), Llama 4's attention temperature tuning."""
+    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋) at position i, Llama 4's attention temperature tuning."""
 
     floor: int = 8192
     coefficient: float = 0.1
@@ -208,7 +210,7 @@ class Llama4(Temperature):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self, "floor", 1)
-        check_number(self, "coefficient", MAX_COEFFICIENT, least=0)
+        check_number(self, "coefficient", MAX_COEFFICIENT, minimum=0)
 
     @property
     def unit_length(self) -> float:
@@ -219,6 +221,6 @@ class Llama4(Temperature):
 
 
 def lengths_as_float(n: Tensor | float) -> Tensor:
-    """n as a float tensor, at least fp32."""
+    """Return n as a float tensor, fp32 or wider."""
     n = torch.as_tensor(n)
     return n.to(accumulation_dtype(n))

@@ -1,4 +1,4 @@
-"""A temperature that is learned."""
+"""Scalable-Softmax: a learned temperature."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from isentrope.utils.text import format_value
 
 
 class SSMax(nn.Module, Part):
-    """τ = s_h · ln n (+ b_h), Scalable-Softmax (Nakanishi, 2025): one learned slope a head.
+    """τ = s_h · ln n (+ b_h), Scalable-Softmax (Nakanishi, 2025): one learned slope per head h.
 
-    Slopes start at the reciprocal of the mean of ln n over 1 … init_length, so that training begins near τ = 1.
+    Slopes start at the reciprocal of the mean of ln n over 1 … init_length, so that training starts near τ = 1.
     """
 
     needs_training = True
@@ -45,13 +45,13 @@ class SSMax(nn.Module, Part):
         self.reset()
 
     def reset(self) -> None:
-        """The values that training begins from."""
+        """Initialise the parameters."""
         nn.init.constant_(self.slope, 1 / (log(self.init_length) - 1))
         if self.offset is not None:
             nn.init.zeros_(self.offset)
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
-        """τ (…, heads, queries) for n (…, 1, queries), or (heads, queries) for n (queries)."""
+        """Return τ (…, heads, queries) for n (…, 1, queries), or (heads, queries) for n (queries)."""
         n = lengths_as_float(n)
         tau = self.slope.to(n.dtype)[:, None] * torch.log(n)
         return tau if self.offset is None else tau + self.offset.to(n.dtype)[:, None]

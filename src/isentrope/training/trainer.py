@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import math
@@ -12,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +327,7 @@ def _select_trackers(track: tuple[str, ...]) -> list[str]:
     for name in track:
         if name not in ("tensorboard", "wandb"):
             raise ValueError(f"track: expected tensorboard or wandb, got {name!r}")
-    missing = [name for name in track if find_spec(name) is None]
+    missing = [name for name in track if importlib.util.find_spec(name) is None]
     if missing == ["tensorboard"]:
         logger.warning("tensorboard is not installed: losses go to log.jsonl alone")
     elif missing:

@@ -1,1 +1,1 @@
-"""Files, optional packages, progress and provenance."""
+"""Files, text, command-line values, optional packages, progress and provenance."""

@@ -19,7 +19,7 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the other finders do, with a loader that runs the action afterwards."""
+    """Find one module through the other finders, with a loader that runs the action afterwards."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name, self.action, self.searching = name, action, False

@@ -121,7 +121,7 @@ def test_what_training_reads(laws, done):
         for i in (0, len(found) - 1):
             assert tokenizer.decode(found[i].tolist()) == texts[found.names[i]]
             assert np.array_equal(found[i], found.ids[found.starts[i] :][: found.lengths[i]])
-    with pytest.raises(ValueError, match="which: expected one of train, validation, test, got 'left out'"):
+    with pytest.raises(ValueError, match="set_name: expected one of train, validation, test, got 'left out'"):
         prepared.documents("left out")
 
 
@@ -134,7 +134,7 @@ def test_a_second_run_tokenizes_nothing_and_says_so(laws, tmp_path, monkeypatch)
 
     monkeypatch.setattr(study, "build_character_tokenizer", never)
     monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", never)
-    monkeypatch.setattr(corpus_files, "_json_lines", never)
+    monkeypatch.setattr(corpus_files, "_read_json_lines", never)
     prepare(Source(str(laws)), tmp_path, SMALL, said.append)
     assert manifest(tmp_path) == before and "tokens of an earlier run" in said[0]
 
@@ -277,7 +277,7 @@ def test_folders_that_are_not_ready(done, tmp_path):
     sha256 = manifest(done)["documents"][0]["sha256"]
     rewritten("other documents", lambda content: content.replace(sha256, "0" * 64))
     for name, message in (
-        ("empty", r"manifest\.json: expected a corpus made ready, .*run: isentrope data prepare"),
+        ("empty", r"manifest\.json: expected a prepared corpus, .*run: isentrope data prepare"),
         ("no tokens", r"tokens-\w+\.npy: expected the corpus in tokens, .*isentrope data prepare"),
         ("no tokenizer", "tokenizer: expected the tokenizer, got none; run"),
         ("cut", "expected JSON"),

@@ -1,0 +1,72 @@
+"""`evaluate`: recipes of a model compared on texts, from Python."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from isentrope.evaluation.compare import evaluate
+from isentrope.evaluation.texts import collect_texts, iterate_documents
+from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
+from tests.fixtures.models import TRAINED, llama, tokens
+
+RECIPES = ["rerope:window=16", "sink:sinks=4,size=40"]
+
+
+def test_recipes_of_a_loaded_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, texts = llama(), tokens(2, 120).tolist()
+    found = evaluate(model, texts, RECIPES, 100)
+    assert not list(tmp_path.iterdir()) and found.path is None and found.failures == ()
+    assert {row["recipe"] for row in found.rows} == {"plain", *RECIPES}
+    last = [row["perplexity"][-1] for row in found.rows]
+    assert last == sorted(last) and found.leaderboard["train_length"] == TRAINED
+    kept = evaluate(model, texts, RECIPES, 100, out=tmp_path / "out")
+    assert kept.path == tmp_path / "out" and kept.recipe == found.recipe
+    assert [row["perplexity"] for row in kept.rows] == [row["perplexity"] for row in found.rows]
+    told = json.loads((tmp_path / "out" / "decoder.json").read_text())
+    assert told["forgetful"] == [RECIPES[1]] and told["recipes"] == ["plain", *RECIPES]
+
+
+def test_a_model_by_name_reads_files_and_strings(tmp_path):
+    letters = "It rained. Nobody came. " * 8
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer = make_causal_tokenizer(build_character_tokenizer([letters], 97))
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(letters)
+    model = str(tmp_path / "model")
+    by_file = evaluate(model, tmp_path / "a.txt", ["infoscale"], "2x")
+    by_text = evaluate(model, letters, ["infoscale"], "2x")
+    assert [row["perplexity"] for row in by_file.rows] == [row["perplexity"] for row in by_text.rows]
+    assert by_file.leaderboard["edges"] == [0, 32, 64, 128]
+
+
+def test_what_texts_may_be(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    names = [document.text for document in iterate_documents([str(tmp_path / "*.txt"), "some words", tmp_path])]
+    assert names == ["one", "two", "some words", "one", "two"]
+    (tmp_path / "two words").mkdir()
+    (tmp_path / "two words" / "c.txt").write_text("three")
+    assert [document.text for document in iterate_documents(str(tmp_path / "two words" / "*.txt"))] == ["three"]
+    assert [document.text for document in iterate_documents(["Who came?", "a\nb"])] == ["Who came?", "a\nb"]
+    assert [document.tokens for document in iterate_documents([1, 2, 3])] == [(1, 2, 3)]
+    assert [document.tokens for document in iterate_documents([[1, 2], [3]])] == [(1, 2), (3,)]
+    with pytest.raises(ValueError, match=r"expected a file, a folder or a glob, got 'nowhere\.txt'"):
+        list(iterate_documents("nowhere.txt"))
+    with pytest.raises(ValueError, match="texts: expected token ids for a model that does not name its folder"):
+        collect_texts("some words", "", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["infoscale"], 64), "length: expected more than the training length of 64"),
+        ((["rerop:window=3"], 100), "did you mean"),
+        ((["infoscale"], 200), "texts: expected documents of 200 tokens or more"),
+    ],
+)
+def test_what_cannot_be_compared(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(llama(), tokens(2, 120).tolist(), *arguments)
