@@ -7,20 +7,9 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import (
-    CausalModel,
-    Device,
-    Dtype,
-    GgufFile,
-    MaxDocuments,
-    Texts,
-    app,
-    disable_progress_bars,
-    errors_in_one_line,
-    expand_paths,
-    print_paths,
-    print_progress,
-)
+from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, expand_paths
+from isentrope.cli.options import CausalModel, Device, Dtype, GgufFile, MaxDocuments, Texts
+from isentrope.cli.output import print_paths, print_progress
 
 
 @app.command()

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import app, errors_in_one_line, print_paths, print_progress
+from isentrope.cli.common import app, errors_in_one_line
+from isentrope.cli.output import print_paths, print_progress
 
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
 app.add_typer(data, name="data")

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import Device, Dtype, GgufFile, MaxDocuments, app, errors_in_one_line
+from isentrope.cli.common import app, errors_in_one_line
+from isentrope.cli.options import Device, Dtype, GgufFile, MaxDocuments
 from isentrope.cli.plans import run_causal_plan, run_masked_plan
 
 # options that only one kind of model has

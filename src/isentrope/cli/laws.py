@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import app, errors_in_one_line, print_paths
+from isentrope.cli.common import app, errors_in_one_line
+from isentrope.cli.output import print_paths
 
 
 @app.command()

@@ -7,22 +7,9 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import (
-    CausalModel,
-    Device,
-    Dtype,
-    GgufFile,
-    MaxDocuments,
-    Recipes,
-    Texts,
-    app,
-    disable_progress_bars,
-    errors_in_one_line,
-    exit_if_failed,
-    expand_paths,
-    print_paths,
-    print_table,
-)
+from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, expand_paths
+from isentrope.cli.options import CausalModel, Device, Dtype, GgufFile, MaxDocuments, Recipes, Texts
+from isentrope.cli.output import exit_if_failed, print_paths, print_table
 
 
 @app.command()

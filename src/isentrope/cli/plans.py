@@ -7,7 +7,8 @@ from typing import Any
 
 import typer
 
-from isentrope.cli.common import disable_progress_bars, print_error, print_paths, print_progress, print_table
+from isentrope.cli.common import disable_progress_bars
+from isentrope.cli.output import print_error, print_paths, print_progress, print_table
 
 
 def run_causal_plan(plan: Any, out: Path) -> bool:

@@ -12,16 +12,11 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import (
-    CORPUS_OPTION,
-    app,
-    disable_progress_bars,
-    errors_in_one_line,
-    print_paths,
-    print_progress,
-)
+from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
 from isentrope.cli.data import print_partition
 from isentrope.cli.laws import laws
+from isentrope.cli.options import CORPUS_OPTION
+from isentrope.cli.output import print_paths, print_progress
 from isentrope.cli.plans import run_causal_plan, run_masked_plan
 
 study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")

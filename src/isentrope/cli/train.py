@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, print_error, print_paths
+from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
+from isentrope.cli.output import print_error, print_paths
 
 
 @app.command()

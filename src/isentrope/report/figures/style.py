@@ -70,10 +70,10 @@ def label_line_ends(axes: Axes, last: int, labels: list[tuple[float, str, str]])
     labels = sorted(labels)
     at = [float(to_axes.transform((last, value))[1]) for value, _, _ in labels]
     start = float(to_axes.transform((last, labels[0][0]))[0])
-    for y, placed, (_, text, colour) in zip(at, spread_apart(at, MIN_LABEL_GAP), labels, strict=True):
+    for y, label_y, (_, text, colour) in zip(at, spread_apart(at, MIN_LABEL_GAP), labels, strict=True):
         leader = Line2D(
             [start + 0.015, 1.0, 1.04, 1.05],
-            [y, y, placed, placed],
+            [y, y, label_y, label_y],
             transform=axes.transAxes,
             color=colour,
             linewidth=0.7,
@@ -81,7 +81,7 @@ def label_line_ends(axes: Axes, last: int, labels: list[tuple[float, str, str]])
             clip_on=False,
         )
         axes.add_line(leader)
-        axes.text(1.06, placed, text, color=colour, transform=axes.transAxes, va="center", fontsize=9.5)
+        axes.text(1.06, label_y, text, color=colour, transform=axes.transAxes, va="center", fontsize=9.5)
 
 
 def spread_apart(heights: list[float], gap: float) -> list[float]:
