@@ -109,14 +109,8 @@ def draw_scores(axes: Any, inspection: Inspection) -> None:
     bounds = [maps[kind] for kind in kinds if maps[kind]["least"] is not None]
     low, high = min((x["least"] for x in bounds), default=0.0), max((x["largest"] for x in bounds), default=1.0)
     for panel, kind in zip(axes, kinds, strict=True):
-        draw_heatmap(
-            panel,
-            inspection,
-            kind,
-            (inspection.heatmap(kind) - low) / max(high - low, 1e-9),
-            SCORE_COLOURS,
-            Normalize(0, 1),
-        )
+        scaled = (inspection.heatmap(kind) - low) / max(high - low, 1e-9)
+        draw_heatmap(panel, inspection, kind, scaled, SCORE_COLOURS, Normalize(0, 1))
 
 
 def shared_scale(arrays: list[Any]) -> Normalize:

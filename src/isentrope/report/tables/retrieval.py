@@ -14,7 +14,7 @@ from isentrope.utils.files import RERUN_REMEDY
 # the number of a cell, by how answers were scored
 METRIC_OF_SCORE = {"both": "share", "forced": "likeliest"}
 METRIC_TITLES = {
-    "share": "Percent of the answers in the model's reply",
+    "share": "Percent of the answers found in the model's reply",
     "likeliest": "Percent of the answer's tokens that the model ranks first",
 }
 
