@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.evaluation.results import read_results
+from isentrope.utils.files import RERUN_REMEDY
 
 ATTENTION_COLOURS, SCORE_COLOURS = "viridis", "cividis"  # perceptually uniform, also without colours
 MASKED_COLOUR = "#E4E4E4"
@@ -36,7 +37,7 @@ class Inspection:
         results = folder / "inspect.json"
         if not results.is_file():
             raise ValueError(f"{folder}: expected a folder that isentrope inspect wrote, with inspect.json")
-        return cls(folder, read_fields(results, RERUN_REMEDY, "heatmaps", "entropy", "lengths"))
+        return cls(folder, read_results(results, RERUN_REMEDY, "heatmaps", "entropy", "lengths"))
 
     @property
     def title(self) -> str:
