@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import isentrope as ise
 from isentrope import attention
 from isentrope.backends import padding
-from isentrope.core.layout import Layout
+from isentrope.core.layout import Layout, Rows
 from tests.fixtures.oracle import brute
 from tests.fixtures.recipes import EXACT
 
@@ -160,8 +160,8 @@ def test_queries_stand_where_two_loops_put_them():
 
 def test_queries_before_the_first_key_count_backwards():
     counts = torch.tensor([2, 0])
-    plain = Layout(2, 4, KEYS, torch.device("cpu"), lengths=counts)
-    placed = Layout(2, 4, KEYS, torch.device("cpu"), lengths=counts, position_ids=torch.arange(KEYS))
+    plain = Layout(2, 4, KEYS, torch.device("cpu"), Rows(counts))
+    placed = Layout(2, 4, KEYS, torch.device("cpu"), Rows(counts), position_ids=torch.arange(KEYS))
     assert torch.equal(plain.query, torch.tensor([[-2, -1, 0, 1], [-4, -3, -2, -1]]))
     assert torch.equal(placed.query, plain.query)
 

@@ -1,8 +1,17 @@
-"""isentrope: attention that holds its focus at lengths a model was never trained on."""
+"""isentrope: attention that holds its focus at lengths a model was never trained on.
+
+attention, Recipe, Aux                         one function for every method
+extend, extended, restore, describe            transformers models under a recipe
+load, export, StreamingCache, PoSECollator     saved, generating and training ones
+evaluate, calibrate, inspect                   what the commands of these names do
+clear_caches                                   free the memory that calls share
+positions, temperatures, masks, scores, theory the methods, whose classes are here too: `ReRoPE`, `InfoScale` …
+"""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from isentrope import masks, positions, scores, temperatures
 from isentrope.attention import Aux, attention
 from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
@@ -25,52 +34,39 @@ from isentrope.temperatures import (
 from isentrope.utils.extras import name_missing_extras
 from isentrope.utils.imports import after_import
 
+if TYPE_CHECKING:
+    from isentrope import theory
+    from isentrope.analysis.inspect import inspect
+    from isentrope.calibration.calibrate import calibrate
+    from isentrope.data.collate import PoSECollator
+    from isentrope.evaluation.compare import evaluate
+    from isentrope.hf.cache import StreamingCache
+    from isentrope.hf.describe import describe
+    from isentrope.hf.export import export
+    from isentrope.hf.extend import extend, extended, restore
+    from isentrope.hf.loading import load
+
 __version__ = "0.1.0"
-__all__ = [
-    "CLEX",
-    "NTK",
-    "PI",
-    "ALiBi",
-    "Aux",
-    "Causal",
+# fmt: off
+__all__ = [  # noqa: RUF022  # by topic, as above
+    "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",
+    "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
+    "positions", "temperatures", "masks", "scores", "theory",
+    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
+    "InfoScale", "InfoScaleExact", "LogN", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax", "Fitted",
     "Constant",
-    "Cosine",
-    "Document",
-    "Dot",
-    "Fitted",
-    "Full",
-    "InfoScale",
-    "InfoScaleExact",
-    "Lambda",
-    "LeakyReRoPE",
-    "Llama4",
-    "LogLength",
-    "LogN",
-    "NoPE",
-    "Padding",
-    "PoSE",
-    "ReRoPE",
-    "Recipe",
-    "RoPE",
-    "SSMax",
-    "SelfExtend",
-    "Sink",
-    "SoftmaxPlus",
-    "Window",
-    "YaRN",
-    "YaRNTemperature",
-    "attention",
-    "clear_caches",
+    "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
+# fmt: on
 
-
-# loaded when asked for: they bring scipy, or transformers
-_LATER = {"theory": "isentrope.theory", "PoSECollator": "isentrope.data.collate"} | dict.fromkeys(
-    ("StreamingCache", "describe", "export", "extend", "extended", "load", "restore"), "isentrope.hf"
-)
-
-
-__all__ += sorted(_LATER)
+# imported at first use: they bring scipy, or transformers
+_LAZY = {
+    "PoSECollator": "isentrope.data.collate",
+    "calibrate": "isentrope.calibration.calibrate",
+    "evaluate": "isentrope.evaluation.compare",
+    "inspect": "isentrope.analysis.inspect",
+    "theory": "isentrope.theory",
+} | dict.fromkeys(("StreamingCache", "describe", "export", "extend", "extended", "load", "restore"), "isentrope.hf")
 
 
 def __dir__() -> list[str]:
@@ -78,10 +74,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module 'isentrope' has no attribute {name!r}")
     with name_missing_extras():
-        module = import_module(_LATER[name])
+        module = import_module(_LAZY[name])
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
 
 

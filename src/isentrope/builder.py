@@ -12,7 +12,7 @@ from torch import Tensor
 from isentrope.core.caching import MAX_BUILT_CALLS, MAX_TAU_ELEMENTS
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.core.layout import Layout, get_layout
+from isentrope.core.layout import Layout, Rows, get_layout
 from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region
 from isentrope.core.rotation import compute_angles
@@ -115,26 +115,30 @@ def _compute_layout(inputs: Inputs, recipe_mask: Mask | None) -> Layout:
                 f"layout: expected {queries} queries and {keys} keys, got {layout.queries} and {layout.keys}"
             )
         return layout
-    padding = paddings[0] if paddings else None
-    return get_layout(
-        inputs.q.shape[0],
-        queries,
-        keys,
-        inputs.q.device,
-        lengths=inputs.lengths if padding is None else padding.lengths,
-        left_padded=padding is not None and padding.side == "left",
-        documents=documents[0].ids if documents else None,
-        position_ids=inputs.position_ids,
-    )
+    rows = None
+    if data or inputs.lengths is not None:
+        padding = paddings[0] if paddings else None
+        rows = Rows(
+            lengths=inputs.lengths if padding is None else padding.lengths,
+            left_padded=padding is not None and padding.side == "left",
+            documents=documents[0].ids if documents else None,
+        )
+    return get_layout(inputs.q.shape[0], queries, keys, inputs.q.device, rows, position_ids=inputs.position_ids)
 
 
 def _compute_region(layout: Layout, inputs: Inputs, recipe_mask: Mask | None) -> Region:
     masks = [mask for mask in (recipe_mask, inputs.mask) if mask is not None]
-    causal = inputs.causal or any(mask.causal for mask in masks)
-    region = Full().region(causal)
-    for mask in masks:
-        region = region & mask.region(causal)
-    return layout.simplify(region)
+
+    def compute() -> Region:
+        causal = inputs.causal or any(mask.causal for mask in masks)
+        region = Full().region(causal)
+        for mask in masks:
+            region = region & mask.region(causal)
+        return layout.simplify(region)
+
+    if torch.compiler.is_compiling() or any(any(find_data_masks(mask)) for mask in masks):
+        return compute()
+    return layout.cached(("region", *masks, inputs.causal), compute)
 
 
 def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> AttentionCall:

@@ -11,52 +11,73 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# old module → new module, both below `isentrope`
+# old module → new module, both below `isentrope`: those that the documentation named, and what the commands called
 MODULES = {
-    "compiled": "core.compile",
-    "dtypes": "core.dtypes",
-    "extras": "utils.extras",
-    "files": "utils.files",
-    "hf.geometry": "hf.mask",
     "hf.observe": "hf.capture",
-    "hf.plan": "hf.layer_plan",
-    "hf.probe": "hf.introspection",
-    "hf.rotary": "hf.rope",
-    "hf.tempered": "hf.learned_temperature",
     "layout": "core.layout",
     "models.config": "models.gau.config",
-    "models.dropout": "models.gau.dropout",
-    "region": "core.region",
     "study": "experiments",
     "study.causal": "evaluation",
     "study.causal.calibrate": "calibration.calibrate",
-    "study.causal.choice": "calibration.select",
-    "study.causal.descent": "calibration.optimize",
     "study.causal.harness": "evaluation.lm_eval",
     "study.causal.perplexity": "evaluation.perplexity",
     "study.causal.plan": "experiments.causal_plan",
     "study.causal.retrieval": "evaluation.retrieval",
-    "study.cells": "evaluation.results",
-    "study.checkpoint": "training.checkpoint",
     "study.evaluate": "evaluation.masked_lm",
-    "study.features": "data.features",
-    "study.fit": "calibration.masked_lm",
     "study.inspect": "analysis.inspect",
     "study.laws": "analysis.entropy_laws",
-    "study.looks": "experiments.paper.figures",
-    "study.place": "evaluation.loading",
     "study.plan": "experiments.plan",
     "study.prepare": "data.prepare",
-    "study.progress": "utils.progress",
-    "study.provenance": "utils.provenance",
     "study.regimen": "training.config",
     "study.run": "experiments.runner",
-    "study.step": "training.step",
     "study.train": "training.trainer",
-    "study.weights": "analysis.attention_statistics",
 }
 # old module → {old name: new name, or "module:name" where it moved to another one}
-NAMES: dict[str, dict[str, str]] = {}
+NAMES: dict[str, dict[str, str]] = {
+    "hf.observe": {"Seen": "CapturedAttention", "observed": "capture_attention", "recipe_of": "get_recipe"},
+    "layout": {"layout_of": "get_layout"},
+    "models.config": {"gau_recipe": "build_gau_recipe"},
+    "study.causal.calibrate": {
+        "Config": "calibration.config:CalibrationConfig",
+        "Result": "CalibrationResult",
+        "calibrate": "fit_temperature",
+    },
+    "study.causal.perplexity": {
+        "Config": "PerplexityConfig",
+        "Text": "evaluation.texts:Text",
+        "load": "evaluation.loading:load_on_device",
+        "load_tokenizer": "evaluation.loading:load_tokenizer",
+        "read": "evaluation.texts:load_texts",
+        "run": "measure_perplexity",
+    },
+    "study.causal.plan": {"Plan": "CausalPlan"},
+    "study.causal.retrieval": {
+        "Config": "RetrievalConfig",
+        "Prompts": "PromptFormat",
+        "read": "load_haystack",
+        "run": "measure_retrieval",
+    },
+    "study.evaluate": {
+        "Protocol": "MaskingProtocol",
+        "Score": "DocumentScore",
+        "evaluate": "score_documents",
+        "summary": "summarize_scores",
+    },
+    "study.inspect": {
+        "Config": "InspectConfig",
+        "entropies": "analysis.observe:head_entropies",
+        "layer_entropies": "analysis.observe:layer_entropies",
+        "load": "load_model",
+        "measure": "measure_attention",
+        "read": "load_text",
+    },
+    "study.laws": {"Config": "EntropyLawsConfig", "laws": "build_laws", "run": "measure_laws"},
+    "study.plan": {"Plan": "experiments.masked_plan:MaskedPlan", "load": "load_plan", "names": "plan_names"},
+    "study.prepare": {"Options": "PrepareOptions"},
+    "study.regimen": {"Config": "TrainingConfig", "configured": "build_config"},
+    "study.run": {"run": "run_plan", "status": "plan_status"},
+    "study.train": {"build": "training.builders:build_model"},
+}
 
 
 class _Finder(MetaPathFinder):
@@ -85,8 +106,8 @@ class _Loader(Loader):
         def find_name(name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            where, _, found = renamed.get(name, name).rpartition(":")
-            return getattr(import_module(f"isentrope.{where}" if where else new), found)
+            where, _, new_name = renamed.get(name, name).rpartition(":")
+            return getattr(import_module(f"isentrope.{where}" if where else new), new_name)
 
         module.__getattr__ = find_name  # type: ignore[method-assign]
 

@@ -224,10 +224,13 @@ def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tupl
     options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
     missing = [key for key in required if key not in options]
     if missing:
-        raise ValueError(f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}")
-    made = part(**options)
-    # a recipe in words is one to use as it is: a model that takes its learned parts in puts them in its own mode
-    return kind, made.eval() if isinstance(made, torch.nn.Module) else made
+        example = ",".join(f"{key}=…" for key in missing)
+        raise ValueError(
+            f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}; add it as {name}:{example}"
+        )
+    built = part(**options)
+    # for use as it is: a model that registers learned parts puts them in its own mode
+    return kind, built.eval() if isinstance(built, torch.nn.Module) else built
 
 
 _parsed: dict[str, Recipe] = {}
@@ -239,7 +242,7 @@ def as_recipe(recipe: Recipe | str | None) -> Recipe:
     """Return a recipe, parsed if it is text, and the plain one for None.
 
     Raises:
-        ValueError: it is none of these, or no text of a recipe.
+        ValueError: it is none of these, or its text is not a recipe.
     """
     if isinstance(recipe, str):
         return _parsed[recipe] if recipe in _parsed else _parse_cached(recipe)

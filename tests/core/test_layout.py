@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isentrope.core.layout import Layout
+from isentrope.core.layout import Layout, Rows
 from tests.fixtures.recipes import CPU, examples
 from tests.fixtures.regions import N, layers, regions
 
@@ -60,9 +60,7 @@ def layouts(draw):
         queries,
         keys,
         CPU,
-        lengths=lengths,
-        left_padded=left,
-        documents=None if documents is None else torch.tensor(documents),
+        Rows(lengths, left, None if documents is None else torch.tensor(documents)),
         position_ids=position_ids,
     )
     frame, query, key = [], [], []

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.backends.merge import MergedBackend, PartialOutput
-from isentrope.backends.product import narrow, product
+from isentrope.backends.product import factor_dtype, product
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
@@ -28,13 +28,13 @@ class ChunkedBackend(MergedBackend):
     name = "chunked"
 
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
-        dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
+        dtype, factors = accumulation_dtype(branch.q), factor_dtype(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
         lse = torch.full(branch.q.shape[:-1], -torch.inf, dtype=dtype, device=branch.q.device)
-        for rows, columns in _chunks(branch):
-            scores = _scores(branch, k, rows, columns)
-            weights, top, total = maybe_compile(_weights, (scores,), factors)(scores, factors)
+        for rows, columns in _iterate_chunks(branch):
+            scores = _compute_scores(branch, k, rows, columns)
+            weights, top, total = maybe_compile(_compute_weights, (scores,), factors)(scores, factors)
             o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
@@ -43,55 +43,55 @@ class ChunkedBackend(MergedBackend):
     def backward_branch(
         self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, factors = accumulation_dtype(branch.q), narrow(branch.q)
+        dtype, factors = accumulation_dtype(branch.q), factor_dtype(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
         anchor = torch.where(lse == -torch.inf, 0.0, lse)
         dq = torch.zeros_like(branch.q)
         dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-        for rows, columns in _chunks(branch):
-            p = _exp(_scores(branch, k, rows, columns) - _grouped(anchor[:, :, rows, None], branch))
-            g = _grouped(grad[:, :, rows].to(factors), branch).flatten(2, 3)
+        for rows, columns in _iterate_chunks(branch):
+            p = _exp(_compute_scores(branch, k, rows, columns) - _group_heads(anchor[:, :, rows, None], branch))
+            g = _group_heads(grad[:, :, rows].to(factors), branch).flatten(2, 3)
             dp = product(g, v[:, :, columns].mT).view_as(p)
-            ds = (p * (dp - _grouped(delta[:, :, rows, None], branch)) * branch.scale).flatten(2, 3).to(factors)
-            q = _grouped(branch.q[:, :, rows].to(factors), branch).flatten(2, 3)
+            ds = (p * (dp - _group_heads(delta[:, :, rows, None], branch)) * branch.scale).flatten(2, 3).to(factors)
+            q = _group_heads(branch.q[:, :, rows].to(factors), branch).flatten(2, 3)
             dq[:, :, rows] = product(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
             dk[:, :, columns] += product(ds.mT, q)
             dv[:, :, columns] += product(p.flatten(2, 3).to(factors).mT, g)
         return dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype)
 
 
-def _weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """e^{s - max s} as factors, the maxima, and the sums."""
+def _compute_weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return e^{s - max s} in the dtype of factors, the maxima, and the sums."""
     top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weights = _exp(scores - top)
     return weights.to(dtype), top, weights.sum(-1, keepdim=True)
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e^x, and 0 where it or products with it would leave the normal numbers: far below rounding, and slow on a CPU."""
+    """Return e^x, and 0 where products with it would be subnormal: far below rounding, and slow on a CPU."""
     least = torch.finfo(x.dtype).tiny / torch.finfo(x.dtype).eps
     return F.threshold(torch.exp(x.clamp_min(log(least) - 1)), least, 0.0)
 
 
-def _grouped(x: Tensor, branch: FoldedBranch) -> Tensor:
-    """(batch, heads, …) as (batch, kv_heads, groups, …)."""
+def _group_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
+    """Return (batch, heads, …) as (batch, kv_heads, groups, …)."""
     return x.unflatten(1, (branch.k.shape[1], branch.groups))
 
 
-def _scores(branch: FoldedBranch, k: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Masked scores (batch, kv_heads, groups, rows, columns)."""
-    q = _grouped(branch.q[:, :, rows].to(k.dtype), branch)
+def _compute_scores(branch: FoldedBranch, k: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Return masked scores, (batch, kv_heads, groups, rows, columns)."""
+    q = _group_heads(branch.q[:, :, rows].to(k.dtype), branch)
     scores = product(q.flatten(2, 3), k[:, :, columns].mT).mul_(branch.scale).unflatten(2, q.shape[2:4])
     if (bias := branch.bias(rows, columns)) is not None:
-        scores = scores + _grouped(bias.to(scores.dtype), branch)
+        scores = scores + _group_heads(bias.to(scores.dtype), branch)
     if branch.unmasked:
         return scores
     return scores.masked_fill(~branch.mask(rows, columns)[:, None], -torch.inf)
 
 
-def _chunks(branch: FoldedBranch) -> Iterator[tuple[slice, slice]]:
-    """Row slices, each with the slice of keys that its rows may see."""
+def _iterate_chunks(branch: FoldedBranch) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows, each with the slice of keys that its rows may see."""
     batch, heads, queries, _ = branch.q.shape
     ends = [branch.layout.key_range(branch.region, row, row + 1) for row in (0, queries - 1)]  # one of them sees most
     width = max(high - low for low, high in ends)

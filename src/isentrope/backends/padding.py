@@ -12,7 +12,7 @@ from isentrope.core.call import AttentionCall
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 
-HARMLESS_NORM = 1e15  # products with numbers up to here stay within fp32
+MAX_HARMLESS_NORM = 1e15  # products of such numbers stay within fp32
 
 
 def blank_padding(call: AttentionCall) -> AttentionCall:
@@ -43,18 +43,18 @@ def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
 
 
 def _can_inspect(*tensors: Tensor) -> bool:
-    """Whether values may be read without waiting for a device: not in a graph, nor under torch.func."""
+    """Return whether values may be read without waiting for a device: not in a graph, nor under torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is None and all(
         x.device.type == "cpu" and type(x) in (Tensor, Parameter) and values_are_readable(x) for x in tensors
     )
 
 
 def _find_edges(slots: Tensor) -> tuple[int, int]:
-    """Columns before the first number, and from the second on, are padding in some row."""
+    """Return two slots: those before the first, and from the second on, are padding in some row."""
     inside = (~slots).all(0).nonzero()
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (slots.shape[1], slots.shape[1])
 
 
 def _is_small(x: Tensor) -> bool:
-    """Whether all entries are finite, and so small that their products are finite too."""
-    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=accumulation_dtype(x)) < HARMLESS_NORM)
+    """Return whether all entries are finite, and so small that their products are finite too."""
+    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=accumulation_dtype(x)) < MAX_HARMLESS_NORM)

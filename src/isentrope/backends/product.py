@@ -1,4 +1,4 @@
-"""Products of low-precision matrices as they leave the tensor cores, in fp32."""
+"""Products of low-precision matrices with fp32 results, as tensor cores compute them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from isentrope.core.dtypes import accumulation_dtype
 
 
-def narrow(x: Tensor) -> torch.dtype:
-    """What factors are rounded to: the dtype at hand on a GPU, whose tensor cores add up in fp32; wide on a CPU."""
+def factor_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of factors: x's own on a GPU, whose tensor cores sum in fp32, and fp32 or fp64 on a CPU."""
     return x.dtype if x.is_cuda else accumulation_dtype(x)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, (batch, heads, …) each, in wide precision: a score of 80 rounded to bf16 would be off by a quarter."""
+    """Return a b, (batch, heads, …) each, in fp32 or fp64: a score of 80 rounded to bf16 would be off by a quarter."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return Wide.apply(a, b)
+        return WideProduct.apply(a, b)
     return a.to(accumulation_dtype(a)) @ b.to(accumulation_dtype(a))
 
 
-class Wide(torch.autograd.Function):
+class WideProduct(torch.autograd.Function):
     """`bmm` with an output wider than its factors, which has no gradient of its own."""
 
     @staticmethod

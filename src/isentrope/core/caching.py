@@ -23,6 +23,7 @@ MAX_LAYOUTS = 2
 # Values kept with one layout, the last used of these. Without any of them: decode 27 → 61 ms.
 #   built calls, by recipe     call 0.25 → 0.30 ms, decode 27 → 28 to 37 ms
 #   τ and angles, by part      for layers whose recipes differ in another part; with built calls decode 27 → 48 ms
+#   regions, key counts        where τ is learned, so that calls are built anew: call on a CPU 0.57 → 0.63 ms
 #   visible slots (bounds)     shared by counts, masks and block masks; with those of `decode` 27 → 31 to 38 ms
 #   bounds as `decode` reads   decode 27 → 32 to 35 ms
 #   block masks of `flex`      call at 8192 tokens 0.5 → 2.4 ms

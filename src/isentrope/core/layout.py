@@ -6,6 +6,7 @@ Everything is derived per query as index intervals over the keys, in O(queries) 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
@@ -21,6 +22,21 @@ Frames = tuple[Tensor, Tensor, Tensor]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Padding and documents of the rows of a batch.
+
+    Attributes:
+        lengths: unpadded keys of each row, (batch,).
+        left_padded: whether padding is on the left.
+        documents: ids (batch or 1, keys) or (keys,); a run of equal ids is a document.
+    """
+
+    lengths: Tensor | Sequence[int] | None = None
+    left_padded: bool = False
+    documents: Tensor | None = None
+
+
 class Layout:
     """The geometry of one attention call.
 
@@ -30,12 +46,9 @@ class Layout:
 
     Args:
         batch, queries, keys, device: sizes of the call.
-        lengths: unpadded keys of each row, (batch,).
-        left_padded: whether padding is on the left.
-        documents: ids (batch or 1, keys); a run of equal ids is a document.
-        frames: in place of `lengths` and `documents`, (origin, end, own slot) of each query, (batch or 1, queries)
-            each. With as many keys as queries, key j has the frame of query j; otherwise all keys of a row have the
-            frame of its last query.
+        rows: padding and documents; by default, rows are unpadded sequences.
+        frames: in place of `rows`, (origin, end, own slot) of each query, (batch or 1, queries) each. With as many keys
+            as queries, key j has the frame of query j; otherwise all keys of a row have the frame of its last query.
         position_ids: positions of keys, of queries, or a pair of both; by default, they count from the frame's origin.
 
     Attributes:
@@ -54,10 +67,8 @@ class Layout:
         queries: int,
         keys: int,
         device: torch.device,
+        rows: Rows | None = None,
         *,
-        lengths: Tensor | Sequence[int] | None = None,
-        left_padded: bool = False,
-        documents: Tensor | None = None,
         frames: Frames | None = None,
         position_ids: PositionIds | None = None,
     ) -> None:
@@ -67,7 +78,7 @@ class Layout:
         self.offset: int | None = keys - queries
         self.framed = frames is not None
         if frames is None:
-            self._compute_frames(lengths, left_padded, documents)
+            self._compute_frames(rows or Rows())
         else:
             self._set_frames(frames)
         self._sorted: tuple[Tensor, Tensor] | None = None
@@ -87,10 +98,9 @@ class Layout:
         self.key = self.slots[None] - low
         self.query, self.own_slot = slot - self.origin, slot
 
-    def _compute_frames(
-        self, lengths: Tensor | Sequence[int] | None, left_padded: bool, documents: Tensor | None
-    ) -> None:
+    def _compute_frames(self, rows: Rows) -> None:
         """Compute frames from padding and documents."""
+        lengths, left_padded, documents = rows.lengths, rows.left_padded, rows.documents
         batch, queries, keys, device = self.batch, self.queries, self.keys, self.device
         slots = self.slots[None]
         # the frame of every key slot
@@ -148,7 +158,7 @@ class Layout:
         """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
             return make()
-        if self._values is None:  # made here, for a layout that is part of a traced graph has none
+        if self._values is None:  # created here, since a layout inside a traced graph has none
             self._values = LRUCache(MAX_LAYOUT_VALUES)
         return self._values.get(key, make)
 
@@ -250,7 +260,7 @@ class Layout:
         """
         if kind == "visible":
             low, high = self.bounds(region)
-            return (high - low).sum(-1)
+            return self.cached(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
 
     @property
@@ -264,13 +274,22 @@ class Layout:
 _recent = LRUCache[Hashable, "Layout"](MAX_LAYOUTS)
 
 
-def get_layout(batch: int, queries: int, keys: int, device: torch.device, **rows: Any) -> Layout:
+def get_layout(
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    rows: Rows | None = None,
+    *,
+    frames: Frames | None = None,
+    position_ids: PositionIds | None = None,
+) -> Layout:
     """Return a layout; those of unpadded rows are cached, since every layer and step asks for the same one."""
-    given = any(value is not None and value is not False for value in rows.values())
+    is_default = rows is None and frames is None and position_ids is None
     probe = torch.empty(0, device=device)
     # a padded layout is the caller's own, and tensors of a traced or captured graph must not outlive it
-    if given or type(probe) is not Tensor or not values_are_readable(probe):
-        return Layout(batch, queries, keys, device, **rows)
+    if not is_default or type(probe) is not Tensor or not values_are_readable(probe):
+        return Layout(batch, queries, keys, device, rows, frames=frames, position_ids=position_ids)
     return _recent.get((batch, queries, keys, device), lambda: Layout(batch, queries, keys, device))
 
 

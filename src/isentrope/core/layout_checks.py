@@ -21,8 +21,8 @@ def check_position_ids(
     One tensor with as many entries as keys gives the keys' positions, and each query has that of its own slot; one with
     as many entries as queries gives the queries', and keys stay at 0 … keys - 1; a pair gives both.
     """
-    given = position_ids if isinstance(position_ids, tuple) else (position_ids,)
-    tensors = [torch.atleast_2d(_to_integers(ids, "position_ids", device)) for ids in given]
+    arguments = position_ids if isinstance(position_ids, tuple) else (position_ids,)
+    tensors = [torch.atleast_2d(_to_integers(ids, "position_ids", device)) for ids in arguments]
     for ids in tensors:
         if ids.dim() != 2 or ids.shape[0] not in (1, batch):
             raise ValueError(f"position_ids: expected ({batch}, length) or (length,), got {tuple(ids.shape)}")
@@ -50,10 +50,10 @@ def check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, device
 
 def check_documents(documents: Tensor, batch: int, keys: int, device: torch.device) -> Tensor:
     """Return document ids, (batch or 1, keys)."""
-    given = _to_integers(documents, "Document(ids)", device)
-    ids = torch.atleast_2d(given)
+    integers = _to_integers(documents, "Document(ids)", device)
+    ids = torch.atleast_2d(integers)
     if ids.shape not in ((1, keys), (batch, keys)):
-        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(given.shape)}")
+        raise ValueError(f"Document(ids): expected shape ({keys},) or ({batch}, {keys}), got {tuple(integers.shape)}")
     return ids
 
 

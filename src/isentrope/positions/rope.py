@@ -225,8 +225,8 @@ class YaRN(TrainedLength):
         if low == high:
             high += 0.001  # type: ignore[assignment]  # avoids dividing by zero
         theta = rope_frequencies(dim, self.base, dtype)
-        kept = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
-        return theta / self.factor * (1 - kept) + theta * kept
+        m = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
+        return theta / self.factor * (1 - m) + theta * m
 
 
 def rope_frequencies(dim: int, base: float | Tensor, dtype: torch.dtype) -> Tensor:
