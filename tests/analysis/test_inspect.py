@@ -137,7 +137,7 @@ def test_before_positions_queries_and_keys_are_unturned(make):
         if seen.applied_rope is None:
             assert raw.q is seen.q
         else:  # turned back once more it is what it was
-            again = seen.applied_rope.rotated(raw.q, seen.layout.query) / seen.applied_rope.scaling
+            again = seen.applied_rope.rotate(raw.q, seen.layout.query) / seen.applied_rope.scaling
             torch.testing.assert_close(again, seen.q, atol=1e-5, rtol=1e-5)
 
 
