@@ -40,14 +40,13 @@ FLOORS = (
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_PARAMETERS = 7
-# a public entry point, signatures that transformers calls, and a constructor that is called with keywords
+# the public entry point, and signatures that transformers calls
 MANY_PARAMETERS = {
     ("attention.py", "attention"),
     ("hf/layer.py", "attention_forward"),
     ("hf/mask.py", "make_frames_mask"),
     ("models/gau/config.py", "__init__"),
     ("models/gau/modeling.py", "forward"),
-    ("core/layout.py", "__init__"),
 }
 
 
