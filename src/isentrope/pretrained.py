@@ -191,9 +191,9 @@ def check_same_tokens(folder: Path, tokenizer: Any) -> None:
         ValueError: the two vocabularies differ.
     """
     if (folder / "tokenizer.json").is_file():
-        own = read_tokenizer(folder)
-        if own.get_vocab() != tokenizer.get_vocab():
-            sizes = f"{len(own)} tokens and {len(tokenizer)}" if len(own) != len(tokenizer) else "as many others"
+        saved = read_tokenizer(folder)
+        if saved.get_vocab() != tokenizer.get_vocab():
+            sizes = f"{len(saved)} tokens and {len(tokenizer)}" if len(saved) != len(tokenizer) else "as many others"
             raise ValueError(
                 f"{folder}: expected the tokens of the corpus, got {sizes}; prepare it with --tokenizer {folder}"
             )

@@ -96,11 +96,11 @@ class StreamingCache(Cache):
                 "'lambda:sinks=…,window=…' of at least that window, and a temperature that counts visible keys, got "
                 f"{str(extension.recipe)!r}"
             )
-        own = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
-        if own and max(own) >= sizes[1]:
+        native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
+        if native and max(native) >= sizes[1]:
             raise ValueError(
-                f"StreamingCache: expected a window of at least {max(own) + 1:g}, the model's own, in the recipe, got "
-                f"{sizes[1]}: what the model stops seeing by itself cannot be told apart in the cache"
+                f"StreamingCache: expected a window of at least {max(native) + 1:g}, the model's own, in the recipe, "
+                f"got {sizes[1]}: what the model stops seeing by itself cannot be told apart in the cache"
             )
         count = 1 + max(layer.index for layer in extension.layers)
         super().__init__(layers=[StreamingLayer(*sizes) for _ in range(count)])

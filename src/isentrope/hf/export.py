@@ -103,12 +103,12 @@ def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
     if not changed:
         raise ValueError(_no_native_form(recipe, "it needs distances that one angle a position cannot express"))
     for layer_type, rope in changed.items():
-        given = dict(rope.parameters)
-        if given.get("rope_type", "default") != "default":
+        parameters = dict(rope.parameters)
+        if parameters.get("rope_type", "default") != "default":
             raise ValueError(
                 f"{kind}: its frequencies are already scaled (rope_type {rope.kind!r}); export cannot join two"
             )
-        written = _to_rope_parameters(recipe, given, 2 * rope.theta.shape[-1], config)
+        written = _to_rope_parameters(recipe, parameters, 2 * rope.theta.shape[-1], config)
         if layer_type is None:
             config.rope_parameters = written
         else:
@@ -117,14 +117,16 @@ def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
         config.max_position_embeddings = int(recipe.position.factor * recipe.position.require_original_length())
 
 
-def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config: PreTrainedConfig) -> dict[str, Any]:
+def _to_rope_parameters(
+    recipe: Recipe, parameters: dict[str, Any], dim: int, config: PreTrainedConfig
+) -> dict[str, Any]:
     """Express a position method and a temperature as transformers' rope_parameters."""
     position, law = recipe.position, recipe.temperature
     static = isinstance(law, YaRNTemperature) and law.factor is not None
     if isinstance(position, YaRN):
         if not (law is None or isinstance(law, Constant) or static):
             raise ValueError(_no_native_form(recipe, f"{law} changes with the length"))
-        return given | {
+        return parameters | {
             "rope_type": "yarn",
             "factor": position.factor,
             "original_max_position_embeddings": position.require_original_length(),
@@ -136,17 +138,17 @@ def _to_rope_parameters(recipe: Recipe, given: dict[str, Any], dim: int, config:
         raise ValueError(_no_native_form(recipe, f"{law} has none beside {position or 'a model as it is'}"))
     match position:
         case None:
-            return given
+            return parameters
         case PI():
-            return given | {"rope_type": "linear", "factor": position.factor}
+            return parameters | {"rope_type": "linear", "factor": position.factor}
         case NTK(dynamic=True):
             if position.require_original_length() != config.max_position_embeddings:
                 raise ValueError(_no_native_form(recipe, "transformers counts from max_position_embeddings"))
-            return given | {"rope_type": "dynamic", "factor": position.factor}
+            return parameters | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
-            return given | {"rope_theta": position.base * position.factor ** (dim / (dim - 2))}
+            return parameters | {"rope_theta": position.base * position.factor ** (dim / (dim - 2))}
         case RoPE():
-            return given | {"rope_theta": position.base}
+            return parameters | {"rope_theta": position.base}
     raise ValueError(_no_native_form(recipe, f"{position} has none"))
 
 

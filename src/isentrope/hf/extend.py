@@ -94,8 +94,8 @@ def extend_checked(
         model: what was passed to `extend`.
         inner: the transformers model in it.
         recipe: as for `extend`.
-        backend: likewise.
-        allow_untrained: likewise; None neither refuses nor warns.
+        backend: as for `extend`.
+        allow_untrained: as for `extend`; None neither refuses nor warns.
     """
     kind, layers = inner.config.model_type, introspect(inner)
     recipe = resolve_recipe(recipe, inner.config.get_text_config(), layers)
@@ -137,7 +137,7 @@ def extended(model: Model, recipe: Recipe | str, **options: Any) -> Iterator[Mod
 
     Args:
         model: as for `extend`.
-        recipe: likewise.
+        recipe: as for `extend`.
         **options: further arguments of `extend`.
 
     Yields:
@@ -182,10 +182,10 @@ def _find_containing_model(inner: PreTrainedModel) -> PreTrainedModel | None:
         if collect:  # it may be garbage that has not been collected yet
             gc.collect()
         models = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and "_modules" in vars(x)]
-        found = next((x for x in models if x is not inner and any(part is inner for part in x.modules())), None)
-        if found is None:
+        outer = next((x for x in models if x is not inner and any(part is inner for part in x.modules())), None)
+        if outer is None:
             return None
-    return found
+    return outer
 
 
 def _apply(

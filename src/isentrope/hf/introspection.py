@@ -2,7 +2,7 @@
 
 Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
 model's own rotation at known positions, one without rotation. What turns the second's queries into the first's is the
-model's rotation, whatever its code looks like. Each set of frequencies gets the positions in an order of its own, so
+model's rotation, whatever its code. Each set of frequencies gets the positions in an order of its own, so
 that layers tell apart two sets of equal values.
 """
 
@@ -107,7 +107,7 @@ AttentionMaskInterface.register(RECORDING, _record_mask)
 
 
 def _find_region(arguments: dict[str, Any], device: Any) -> Region | str:
-    """Find the distances of the keys that a mask function shows; or say what is wrong with it."""
+    """Find the distances of visible keys from a mask function; return a text where they do not describe it."""
     if arguments.get("use_vmap"):
         return "a mask of its own making"
     function, size = arguments["mask_function"], arguments.get("local_size") or 8
@@ -186,7 +186,7 @@ def _assign_positions(ropes: Iterable[ModelRope]) -> RopePositions:
 
 
 def _split_by_owner(module: nn.Module, ropes: RopePositions) -> list[RopePositions]:
-    """Return the sets that an attention module holds itself, and the others."""
+    """Return the sets of frequencies inside an attention module, and the others."""
     inside = set(module.modules())
     own = {rope: positions for rope, positions in ropes.items() if rope.module in inside}
     return [own, {rope: positions for rope, positions in ropes.items() if rope not in own}]
@@ -202,7 +202,7 @@ def _get_eager_function(module: nn.Module) -> Any:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module looks like attention and holds nothing that does."""
+    """Return whether a module is attention by its name and contains no other that is."""
     named = [child for child in module.modules() if "Attention" in type(child).__name__]
     return named == [module]
 
@@ -235,19 +235,19 @@ def _record_pass(model: PreTrainedModel, ropes: RopePositions, rotating: bool) -
 
 
 class _RotateAtPositions:
-    """A hook on a rotary module that answers for known positions, by the type of layer in the call."""
+    """A hook on a rotary module that returns cos and sin of known positions, by the type of layer in the call."""
 
     def __init__(self, ropes: list[tuple[ModelRope, tuple[int, ...]]]) -> None:
         self.ropes = {rope.layer_type: (rope, positions) for rope, positions in ropes}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         options = bind_arguments(list_arguments(module), args, kwargs)
-        known = self.ropes.get(options.get("layer_type"), self.ropes.get(None))
-        if known is None:
+        entry = self.ropes.get(options.get("layer_type"), self.ropes.get(None))
+        if entry is None:
             return output
-        rope, positions = known
-        given = options["position_ids"]
-        options["position_ids"] = torch.tensor(positions, device=given.device).expand_as(given)
+        rope, positions = entry
+        position_ids = options["position_ids"]
+        options["position_ids"] = torch.tensor(positions, device=position_ids.device).expand_as(position_ids)
         angles = type(module).forward(module, **options)
         if not isinstance(angles, tuple) or len(angles) != 2:
             kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
@@ -266,9 +266,9 @@ def _detect_rope_fields(rope: ModelRope, options: dict[str, Any]) -> dict[str, A
     rope.write(theta, scaling)
     fields: dict[str, Any] = {"reads_buffer": not bool(sine.any())}
     if rope.kind not in LENGTH_DEPENDENT_ROPE_TYPES:  # those would keep the frequencies of a long text
-        given = options["position_ids"]
-        positions = torch.arange(COMPARED_POSITIONS, device=given.device)
-        options = options | {"position_ids": positions.expand(*given.shape[:-1], COMPARED_POSITIONS)}
+        position_ids = options["position_ids"]
+        positions = torch.arange(COMPARED_POSITIONS, device=position_ids.device)
+        options = options | {"position_ids": positions.expand(*position_ids.shape[:-1], COMPARED_POSITIONS)}
         fields["angle_order"] = detect_angle_order(rope, positions[None], forward(rope.module, **options))
     return fields
 
@@ -330,17 +330,17 @@ def _match_rounding(rope: ModelRope, raw: QueryAndKey, rotated: QueryAndKey, pos
 
 def list_configs(model: nn.Module) -> list[PreTrainedConfig]:
     """List every config object in a model, the inner ones last."""
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
 
     def add(config: Any) -> None:
-        if isinstance(config, PreTrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
             for name in config.sub_configs:
                 add(getattr(config, name, None))
 
     for module in model.modules():
         add(getattr(module, "config", None))
-    return list(found.values())
+    return list(configs.values())
 
 
 @contextmanager
@@ -362,5 +362,5 @@ def _with_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation = name
         yield
     finally:
-        for config, given in before:
-            config._attn_implementation = given
+        for config, implementation in before:
+            config._attn_implementation = implementation

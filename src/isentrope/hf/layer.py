@@ -62,7 +62,7 @@ class Layer(nn.Module):
         info: the layer as it was before.
         plan: what the recipe makes of it.
         backend: as in `isentrope.attention`.
-        index: the layer's place in the order of those that run.
+        index: of the layer in the order in which layers run.
         layouts: shared by all layers of the model.
         model_parts: the parts of all layers' recipes.
 

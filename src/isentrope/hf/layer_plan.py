@@ -24,7 +24,7 @@ COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[LayerInfo]) -> Recipe:
     """Parse or copy a recipe, and take from the model what it requires and leaves out."""
     rotary_dims = {2 * layer.rope.theta.shape[-1] for layer in layers if layer.rope is not None}
-    known = {
+    defaults = {
         "train_length": read_train_length(config),
         "heads": layers[0].heads,
         "dim": rotary_dims.pop() if len(rotary_dims) == 1 else None,
@@ -32,11 +32,11 @@ def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[
     if not isinstance(recipe, (Recipe, str)):
         raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
     # copied: what a recipe learns belongs to one model
-    recipe = Recipe.parse(recipe, **known) if isinstance(recipe, str) else copy.deepcopy(recipe)
+    recipe = Recipe.parse(recipe, **defaults) if isinstance(recipe, str) else copy.deepcopy(recipe)
     recipe = recipe.resolve()
     if recipe.position is None:
         return recipe
-    return replace(recipe, position=recipe.position.resolve(known["train_length"]))
+    return replace(recipe, position=recipe.position.resolve(defaults["train_length"]))
 
 
 def read_train_length(config: PreTrainedConfig) -> int | None:
@@ -104,14 +104,16 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
     fitted: dict[tuple[int, str | None, LocalHeads], tuple[Position, Tensor | None]] = {}
     plans = []
     for layer in layers:
-        own = recipe.for_layer(layer.index)
-        if isinstance(own.temperature, nn.Module):
-            own = replace(own, temperature=copy.deepcopy(own.temperature))
-        own = replace(own, temperature=shard_temperature(own.temperature, layer.local_heads, layer.head_dim))
+        layer_recipe = recipe.for_layer(layer.index)
+        temperature = layer_recipe.temperature
+        if isinstance(temperature, nn.Module):
+            temperature = copy.deepcopy(temperature)
+        temperature = shard_temperature(temperature, layer.local_heads, layer.head_dim)
+        layer_recipe = replace(layer_recipe, temperature=temperature)
         rope = layer.rope
         stream = get_streaming_window(recipe.mask, recipe.position) if layer.causal else None
         if rope is None or not (recipe.position or stream) or not _takes_position(layer, layers):
-            plans.append(LayerPlan(replace(own, position=None)))
+            plans.append(LayerPlan(replace(layer_recipe, position=None)))
             continue
         key = (id(rope.module), rope.layer_type, layer.local_heads)
         if key not in fitted:
@@ -120,9 +122,9 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
             fitted[key] = shard_position(position, layer.local_heads), theta
         position, theta = fitted[key]
         if theta is not None:
-            plans.append(LayerPlan(replace(own, position=None), theta=theta))
+            plans.append(LayerPlan(replace(layer_recipe, position=None), theta=theta))
         else:
-            plans.append(LayerPlan(replace(own, position=position), skipped_rope=rope))
+            plans.append(LayerPlan(replace(layer_recipe, position=position), skipped_rope=rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
         plan.recipe = next(other.recipe for other in plans if _same_parts(other.recipe, plan.recipe))
     return plans

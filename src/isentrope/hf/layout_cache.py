@@ -49,8 +49,8 @@ class LayoutCache:
         Args:
             layer: the index of the layer among those that run, and its kind: layers of one kind share a layout.
             shape: whatever else must be equal for a layout to be reused.
-            mask: what transformers hands to the layer.
-            position_ids: likewise.
+            mask: as transformers passes it to the layer.
+            position_ids: as transformers passes them to the layer.
             compute: makes the layout.
         """
         index, kind = layer

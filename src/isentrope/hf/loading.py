@@ -45,8 +45,8 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     if kind is None:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
     device = options.get("device_map")
-    known = saved_dtype(folder, getattr(config, "dtype", None), **_get_hub_options(options))
-    options["dtype"] = choose_load_dtype(known, options.pop("dtype", None), device if isinstance(device, str) else None)
+    dtype = saved_dtype(folder, getattr(config, "dtype", None), **_get_hub_options(options))
+    options["dtype"] = choose_load_dtype(dtype, options.pop("dtype", None), device if isinstance(device, str) else None)
     return load_and_extend(partial(load_pretrained, kind), folder, config=config, **options)
 
 
@@ -79,12 +79,14 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
     recipe = Recipe.from_dict(saved["recipe"])
     if recipe.learned:
         raise ValueError(f"{folder}: an adapter does not hold what {recipe} has learned; save the whole model instead")
-    own = {key: value for key, value in options.items() if key not in HUB_OPTIONS} | {"revision": adapter.revision}
+    base_options = {key: value for key, value in options.items() if key not in HUB_OPTIONS} | {
+        "revision": adapter.revision
+    }
     config = AutoConfig.from_pretrained(base, revision=adapter.revision)
     if isinstance(config, ExtendedConfig):
-        model = load(base, config=config, **own)
+        model = load(base, config=config, **base_options)
     else:
-        model = extend_as_saved(load_pretrained(kind, base, **own), saved)
+        model = extend_as_saved(load_pretrained(kind, base, **base_options), saved)
     return PeftModel.from_pretrained(model, folder, config=adapter, **_get_hub_options(options))
 
 
@@ -102,18 +104,20 @@ def _get_hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
     """Load the parameters of the recipe, which transformers does not know."""
-    wanted = {
+    parameters = {
         name: x for name, x in model.named_parameters() if f"{LAYER}." in name or name.startswith(SHARED_POSITION)
     }
-    if not wanted:
+    if not parameters:
         return
-    found: dict[str, Tensor] = {}
+    saved_weights: dict[str, Tensor] = {}
     for path in check_weights(folder, **hub):
         with open_tensors(path) as file:
-            found |= {name: file.get_tensor(name) for name in set(file.keys()) & set(wanted)}
-    for name, x in wanted.items():
-        if name not in found:
+            saved_weights |= {name: file.get_tensor(name) for name in set(file.keys()) & set(parameters)}
+    for name, x in parameters.items():
+        if name not in saved_weights:
             raise ValueError(f"{folder}: expected the recipe's parameter {name} among its weights, got none")
-        if found[name].shape != x.shape:
-            raise ValueError(f"{folder}: expected {name} of shape {tuple(x.shape)}, got {tuple(found[name].shape)}")
-        x.data = found[name].to(x.device)
+        if saved_weights[name].shape != x.shape:
+            raise ValueError(
+                f"{folder}: expected {name} of shape {tuple(x.shape)}, got {tuple(saved_weights[name].shape)}"
+            )
+        x.data = saved_weights[name].to(x.device)

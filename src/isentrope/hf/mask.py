@@ -48,8 +48,8 @@ def make_frames_mask(
     """
     if use_vmap:
         raise ValueError(_unsupported("a mask function was joined to the model's own"))
-    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
-    whole_rows = known and kv_offset == 0 and bool(q_offset + q_length == kv_length)
+    static = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    whole_rows = static and kv_offset == 0 and bool(q_offset + q_length == kv_length)
     padding = attention_mask if _has_padding(attention_mask) else None
     if padding is not None and isinstance(kv_offset, EvictingOffset):
         raise ValueError("StreamingCache: expected rows without padding, it would take the place of the first tokens")
@@ -93,8 +93,8 @@ def _read_frames(mask: Tensor) -> Frames:
     return origin, end, slot
 
 
-def _unsupported(why: str) -> str:
-    return f"attention mask: {why}; isentrope knows causal, bidirectional, windowed, padded and packed attention"
+def _unsupported(reason: str) -> str:
+    return f"attention mask: {reason}; isentrope supports causal, bidirectional, windowed, padded and packed attention"
 
 
 def _has_padding(mask: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ ROUNDING_MODES = ((True, False), (False, True), (True, True))
 
 @dataclass(frozen=True, eq=False)
 class _IdentityKey:
-    """A tensor as a dictionary key, compared by identity; held, so that no other tensor gets its id."""
+    """A tensor as a dictionary key, compared by identity; kept alive, so that no other tensor gets its id."""
 
     tensor: Tensor
 
@@ -80,8 +80,8 @@ class ModelRope:
     @property
     def parameters(self) -> dict[str, Any]:
         """`rope_parameters` of the model's config."""
-        given = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
-        return given.get(self.layer_type) or {} if self.layer_type is not None else given
+        parameters = getattr(getattr(self.module, "config", None), "rope_parameters", None) or {}
+        return parameters.get(self.layer_type) or {} if self.layer_type is not None else parameters
 
     @property
     def kind(self) -> str:
@@ -108,12 +108,12 @@ class ModelRope:
         Vectorised cosines on a CPU may differ in the last bit by their neighbours, so angles are laid out as in the
         model's module.
         """
-        turn = position.to(torch.float32)[..., None] * self.theta.to(position.device, torch.float32)
+        angle = position.to(torch.float32)[..., None] * self.theta.to(position.device, torch.float32)
         if self.angle_order == "interleaved":
-            both = turn.repeat_interleave(2, -1)
+            both = angle.repeat_interleave(2, -1)
             return both.cos()[..., ::2] * self.scaling, both.sin()[..., ::2] * self.scaling
-        both = turn if self.angle_order == "once" else torch.cat((turn, turn), -1)
-        pairs = turn.shape[-1]
+        both = angle if self.angle_order == "once" else torch.cat((angle, angle), -1)
+        pairs = angle.shape[-1]
         return both.cos()[..., :pairs] * self.scaling, both.sin()[..., :pairs] * self.scaling
 
     def rotate(self, x: Tensor, position: Tensor, layout: Layout | None = None) -> Tensor:

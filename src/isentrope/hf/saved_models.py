@@ -127,12 +127,12 @@ def build_config(config_dict: dict[str, Any], **options: Any) -> Any:
     plain = remove_marks(config_dict)
     if plain["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"config.json: the model that was extended is a {plain['model_type']!r}, unknown here")
-    made = CONFIG_MAPPING[plain["model_type"]].from_dict(plain, **options)
-    config = made[0] if isinstance(made, tuple) else made
+    built = CONFIG_MAPPING[plain["model_type"]].from_dict(plain, **options)
+    config = built[0] if isinstance(built, tuple) else built
     config.__class__ = make_config_class(type(config))
     # programs that look a class up by its name in transformers find the one that extends
     config.architectures = [PREFIX + name for name in config.architectures or []]
-    return made
+    return built
 
 
 def read_recipe(config: PreTrainedConfig, where: str | Path) -> dict[str, Any]:
@@ -180,15 +180,15 @@ def make_config_class(base: Any) -> Any:
 def _make_config_class(base: Any) -> Any:
     # with its own __init__: transformers would make one for a class without
     body = {"__init__": base.__init__, "__module__": __name__}
-    made: Any = type(PREFIX + base.__name__, (ExtendedConfig, base), body)
+    derived: Any = type(PREFIX + base.__name__, (ExtendedConfig, base), body)
     autos: Any = [x for x in vars(modeling_auto).values() if isinstance(x, type) and issubclass(x, _BaseAutoModelClass)]
     for auto in autos:
         if auto._model_mapping is not None and base in auto._model_mapping:
-            auto.register(made, _make_model_classes(auto._model_mapping[base], made), exist_ok=True)
+            auto.register(derived, _make_model_classes(auto._model_mapping[base], derived), exist_ok=True)
     for mapping in (TOKENIZER_MAPPING, PROCESSOR_MAPPING):
         if base in mapping:
-            mapping.register(made, mapping[base], exist_ok=True)
-    return made
+            mapping.register(derived, mapping[base], exist_ok=True)
+    return derived
 
 
 def _make_model_classes(base: Any, config: Any) -> Any:
@@ -200,11 +200,11 @@ def _make_model_classes(base: Any, config: Any) -> Any:
 @cache  # likewise
 def _make_model_class(base: Any, config: Any) -> Any:
     body = {"config_class": config, "__module__": __name__}
-    made: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
+    derived: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
     # transformers may have imported itself anew since
     for module in (transformers, sys.modules["transformers"]):
-        setattr(module, made.__name__, made)
-    return made
+        setattr(module, derived.__name__, derived)
+    return derived
 
 
 def __getattr__(name: str) -> Any:

@@ -169,11 +169,11 @@ class GAUAlphaPreTrainedModel(PreTrainedModel):
         """Load as any model of transformers, but half precision in float32 on a CPU unless `dtype` is given."""
         if name is not None and options.get("dtype", options.get("torch_dtype")) is None:
             config = options.get("config")
-            known = getattr(config, "dtype", None) if isinstance(config, GAUAlphaConfig) else None
+            dtype = getattr(config, "dtype", None) if isinstance(config, GAUAlphaConfig) else None
             hub = {key: options[key] for key in HUB_OPTIONS if key in options}
             where = options.get("device_map")
             device = where if isinstance(where, torch.device) or where in ("cpu", "cuda") else None
-            options["dtype"] = choose_load_dtype(saved_dtype(name, known, **hub), None, device)
+            options["dtype"] = choose_load_dtype(saved_dtype(name, dtype, **hub), None, device)
         return super().from_pretrained(name, *inputs, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
