@@ -137,7 +137,7 @@ def test_before_positions_queries_and_keys_are_unturned(make):
         if seen.applied_rope is None:
             assert raw.q is seen.q
         else:  # turned back once more it is what it was
-            again = seen.applied_rope.rotated(raw.q, seen.layout.query) / seen.applied_rope.scaling
+            again = seen.applied_rope.rotate(raw.q, seen.layout.query) / seen.applied_rope.scaling
             torch.testing.assert_close(again, seen.q, atol=1e-5, rtol=1e-5)
 
 
@@ -293,7 +293,7 @@ def test_a_model_that_was_saved_extended(tmp_path):
     [
         (("--lengths", "64,100000"), "expected a text of 100000 tokens, the longest of lengths, got 540"),
         (("--lengths", "64,32"), "lengths: expected increasing numbers of tokens from 2 on, got [64, 32]"),
-        (("--lengths", "many"), "lengths: expected numbers of tokens such as 64,512,4096, got 'many'"),
+        (("--lengths", "many"), "lengths: expected numbers separated by commas such as 64,512,4096, got 'many'"),
         (("--lengths", "64", "--region", "0:65,0:10"), "region: expected rows within 0:64, the longest text, got 0:65"),
         (("--lengths", "64", "--region", "0:65"), "region: expected rows and columns such as 0:512,0:512, got '0:65'"),
         (("--lengths", "64", "--layer", "3"), "layer: expected -3 … 2, got 3"),

@@ -112,7 +112,7 @@ def test_a_known_optimum_is_found_and_kept(written, tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "PRIOR_SPREAD", 10.0)  # the texts alone shall speak
     model = llama(**SMALL)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = fit_temperature(model, written, CalibrationConfig(64), tmp_path, say=silent)
+    found = fit_temperature(model, written, CalibrationConfig(64), tmp_path, notify=silent)
     assert found.chosen == "layer", found.reason
     tau = np.array(found.recipe.temperature.table)
     np.testing.assert_allclose(tau[:, 0], [[1, 3, 3, 3], [1, 1, 1, 1]], rtol=0.25)
@@ -156,7 +156,7 @@ def test_little_text_moves_a_law_little(written):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
-    whole = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "whole", say=silent)
+    whole = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "whole", notify=silent)
     real, count = descent.loss_and_gradient, 0
 
     def interrupted(*args):
@@ -169,16 +169,16 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "loss_and_gradient", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
-    found = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
+            fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
+    found = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
     assert found.data["candidates"] == whole.data["candidates"] and found.reason == whole.reason
     done = sum(len(fit["losses"]) for fit in whole.data["fits"].values())
     assert count == done + 2
-    fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", say=silent)
+    fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
     assert count == done + 2  # nothing is left to do
     assert not list(tmp_path.rglob("*.partial"))
     with pytest.raises(ValueError, match="holds another model, recipe, length or other texts"):
-        fit_temperature(llama(**SMALL), texts(6), CONFIG, tmp_path / "cut", say=silent)
+        fit_temperature(llama(**SMALL), texts(6), CONFIG, tmp_path / "cut", notify=silent)
 
 
 def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
 
     def found(budget, **options):
         config = CalibrationConfig(64, "rerope:window=8", budget=parse_seconds(budget), **options)
-        return fit_temperature(llama(**SMALL), texts(), config, tmp_path, say=silent)
+        return fit_temperature(llama(**SMALL), texts(), config, tmp_path, notify=silent)
 
     assert found("1s", levels=()).data["fits"] == {}
     first = found("2m", levels=("scalar",))
@@ -225,7 +225,7 @@ def test_a_level_begins_anew_where_the_one_before_has_moved_on(tmp_path, monkeyp
     monkeypatch.setattr(study, "fit_law", watched)
     for budget in ("4m", "2h"):
         config = replace(CONFIG, levels=("scalar", "layer"), budget=parse_seconds(budget))
-        found = fit_temperature(llama(**SMALL), texts(), config, tmp_path, say=silent)
+        found = fit_temperature(llama(**SMALL), texts(), config, tmp_path, notify=silent)
     assert [fit["ended"] for fit in found.data["fits"].values()] == ["converged", "converged"]
     (_, none), (first, _), (again, kept), (then, dropped) = begun
     assert none is None and kept == again and dropped is None and then != first
@@ -237,7 +237,7 @@ def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
         return "converged"
 
     monkeypatch.setattr(study, "fit_law", bad)
-    found = fit_temperature(llama(**SMALL), written, CalibrationConfig(64), say=silent)
+    found = fit_temperature(llama(**SMALL), written, CalibrationConfig(64), notify=silent)
     assert found.chosen in ("none", "infoscale", "logn")
     assert found.reason.startswith("no fitted law is clearly better than") and found.reason.endswith("is kept")
     rows = {row["name"]: row["perplexity"][-1] for row in found.data["candidates"]}
@@ -246,7 +246,7 @@ def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
 
 def test_the_best_of_several_recipes_gets_the_temperature():
     config = CalibrationConfig(64, "rerope:window={window}", windows=(4, 12), levels=("scalar",))
-    found = fit_temperature(llama(**SMALL), texts(), config, say=silent)
+    found = fit_temperature(llama(**SMALL), texts(), config, notify=silent)
     tried = {row["recipe"]: row["loss"] for row in found.data["tried"]}
     assert list(tried) == ["rerope:window=4", "rerope:window=12"]
     assert found.data["recipe"] == min(tried, key=tried.get)
@@ -305,7 +305,7 @@ def test_knots(train, length, expected):
         (lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(16)), "length: expected more than 16"),
         (lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(65)), "texts: expected 2 or more"),
         (
-            lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(64, "alibi"), say=silent),
+            lambda: fit_temperature(llama(**SMALL), texts(), CalibrationConfig(64, "alibi"), notify=silent),
             "was not trained with",
         ),
     ],

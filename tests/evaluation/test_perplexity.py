@@ -162,7 +162,10 @@ def test_models_of_one_name_are_told_apart_by_their_weights(tmp_path):
         (lambda: PerplexityConfig(("plain",), (8, 16)), "edges"),
         (lambda: PerplexityConfig(("plain",), (0, 8, 8)), "edges"),
         (lambda: PerplexityConfig(("plain", "rerop:window=3"), (0, 8)), "did you mean"),
-        (lambda: PerplexityConfig.parse(["plain"], "0,abc"), "edges: expected positions"),
+        (
+            lambda: PerplexityConfig.parse(["plain"], "0,abc"),
+            "edges: expected numbers separated by commas",
+        ),
         (lambda: loading.load_on_device("./nowhere", "cpu", "auto"), "expected a folder with a model"),
         (lambda: loading.load_on_device("x", "cpu", "int8"), "dtype"),
         (lambda: load_texts([], "x", None, 8, 0), "documents: expected 1 or more"),

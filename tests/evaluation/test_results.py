@@ -18,6 +18,7 @@ from isentrope.evaluation.results import (
     read_results,
     write_cell,
 )
+from isentrope.report.tables import terminal as tables
 
 MODEL = {"name": "m", "type": "llama", "dtype": "float32", "weights": "0"}
 HEAD = {"model": MODEL, "config": {"recipes": ("plain",), "edges": (0, 8), "seed": 0}}
@@ -36,7 +37,8 @@ def test_a_file_without_a_version_is_of_version_1_and_a_newer_one_is_refused(tmp
     stored(tmp_path, version=1)
     assert ResultsStore(tmp_path, PERPLEXITY, HEAD).cells == {("plain", "a"): CELL}
     stored(tmp_path, version=2, texts=[], rows=[])
-    for read in (lambda: ResultsStore(tmp_path, PERPLEXITY, HEAD), lambda: rank_recipes(tmp_path)):
+    readers = (lambda: ResultsStore(tmp_path, PERPLEXITY, HEAD), lambda: rank_recipes(tmp_path))
+    for read in (*readers, lambda: tables.build_perplexity_table(path)):
         with pytest.raises(ValueError, match=r"perplexity\.json: results of version 2, .* reads version 1; upgrade it"):
             read()
 

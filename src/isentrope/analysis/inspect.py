@@ -40,6 +40,7 @@ from isentrope.pretrained import (
 from isentrope.scores import Cosine
 from isentrope.theory import peak_cosine
 from isentrope.utils.files import write_atomically
+from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
@@ -77,18 +78,15 @@ class InspectConfig:
 
     @classmethod
     def parse(cls, lengths: str, region: str | None = None, inset: str | None = None, **others: Any) -> InspectConfig:
-        """Build from the words of a command line."""
-        try:
-            numbers = tuple(int(length) for length in lengths.split(","))
-        except ValueError:
-            raise ValueError(f"lengths: expected numbers of tokens such as 64,512,4096, got {lengths!r}") from None
+        """Build from command-line values."""
+        numbers = parse_numbers("lengths", lengths, example="64,512,4096")
         windows = (None if text is None else HeatmapWindow.parse(text) for text in (region, inset))
         return cls(numbers, region=next(windows), inset=next(windows), **others)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found.
+    """The result of `inspect`.
 
     Args:
         data: the content of `inspect.json`.
@@ -141,18 +139,18 @@ def inspect(
     """
     config = InspectConfig(tuple(lengths), **settings)
     name = get_model_name(model)
-    given = text if isinstance(text, Text) else load_text(text, name, config.lengths[-1])
+    tokenized = text if isinstance(text, Text) else load_text(text, name, config.lengths[-1])
     loaded = load_model(name, recipe) if isinstance(model, str | Path) else model
     applied = PLAIN if recipe is None or loaded is not model else recipe
     with TemporaryDirectory() as temporary, under_recipe(loaded, applied):
-        path = measure_attention(loaded, name, given, config, Path(temporary if out is None else out))
+        path = measure_attention(loaded, name, tokenized, config, Path(temporary if out is None else out))
         data = json.loads(path.read_text(encoding="utf-8"))
         heatmaps = {kind: np.load(path.with_name(each["file"])) for kind, each in data["heatmaps"].items()}
     return Inspection(data, heatmaps, None if out is None else path)
 
 
 def _is_gau(name: str) -> bool:
-    # published checkpoints do not say of which type they are
+    # published checkpoints name no type
     kind = read_config(resolve_model_name(name)).get("model_type", GAUAlphaConfig.model_type)
     return bool(kind == GAUAlphaConfig.model_type)
 
@@ -162,8 +160,8 @@ def load_model(name: str, recipe: str | None = None, device: str = "auto", dtype
     device, resolved = resolve_model_device(name, device, dtype)
     if _is_gau(name):  # its recipe is a part of it
         # what another recipe learns may have no weights yet
-        given: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED_WEIGHTS}
-        return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=resolved, **given).to(device)
+        options: dict[str, Any] = {} if recipe is None else {"recipe": recipe, "unused": LEARNED_WEIGHTS}
+        return load_pretrained(AutoModelForMaskedLM, resolve_model_name(name), dtype=resolved, **options).to(device)
     model: Any = load_causal_model(name, resolved)
     model = model.to(device)
     if recipe is None:

@@ -1,4 +1,4 @@
-"""Temperatures fitted to a user's own text: a law over n, as detailed as held-out documents ask for.
+"""Fit a temperature law to a user's own text, as detailed as held-out documents support.
 
 Text needs no labels: the loss is that of the next token, beyond the training length, with the model frozen. One half of
 the documents is fitted to; on the other the fitted laws are compared with none, InfoScale and LogN, text by text, and
@@ -25,7 +25,7 @@ from isentrope.analysis.observe import entropy_rows
 from isentrope.calibration.config import CalibrationConfig
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
 from isentrope.calibration.select import LAWS, LEVELS, select_law, split_texts
-from isentrope.evaluation.loading import as_model, get_model_name, identify_model
+from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.recipes import PLAIN, parse_recipe, under_recipe
@@ -97,9 +97,10 @@ def calibrate(
     """
     config = CalibrationConfig(length, recipe, **settings)
     name = get_model_name(model)
-    given = collect_texts(texts, name, length, documents)
-    split_texts(given, length, config.seed)  # fail before a model is loaded
-    return fit_temperature(as_model(model), given, config, None if out is None else Path(out), Path(name).name)
+    tokenized = collect_texts(texts, name, length, documents)
+    split_texts(tokenized, length, config.seed)  # fail before a model is loaded
+    with keep_mode(loaded := as_model(model)):
+        return fit_temperature(loaded, tokenized, config, None if out is None else Path(out), Path(name).name)
 
 
 def fit_temperature(
@@ -108,7 +109,7 @@ def fit_temperature(
     config: CalibrationConfig,
     out: Path | None = None,
     name: str = "",
-    say: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> CalibrationResult:
     """Fit temperatures to one half of the texts and select one by the other.
 
@@ -118,12 +119,12 @@ def fit_temperature(
         config: what is fitted.
         out: a folder for `calibrate.json` and `recipe.txt`, from which an interrupted run resumes.
         name: what the results call the model.
-        say: called with each line of news.
+        notify: called with each message.
     """
     if (own := get_recipe(model)) != Recipe():
         raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
     model.eval()
-    return _Calibration(model, texts, config, out, name, say).run()
+    return _Calibration(model, texts, config, out, name, notify).run()
 
 
 class _Calibration:
@@ -134,14 +135,14 @@ class _Calibration:
         config: CalibrationConfig,
         out: Path | None,
         name: str,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         trained = config.train_length or read_train_length(model.config.get_text_config())
         if trained is None:
             raise ValueError("train_length: expected a number, since this model's config has none")
         if config.length <= trained:
             raise ValueError(f"length: expected more than {trained}, the training length, got {config.length}")
-        self.model, self.config, self.out, self.say, self.trained = model, config, out, say, trained
+        self.model, self.config, self.out, self.notify, self.trained = model, config, out, notify, trained
         self.fitting, self.held_out = split_texts(texts, config.length, config.seed)
         self.knots = choose_knots(trained, config.length)
         self.layers = introspect(model)
@@ -152,7 +153,7 @@ class _Calibration:
 
     def run(self) -> CalibrationResult:
         check_logits(self.model, torch.tensor(self.held_out[0].tokens[:32]))
-        self.say(f"{len(self.fitting)} documents to fit to, {len(self.held_out)} held out")
+        self.notify(f"{len(self.fitting)} documents to fit to, {len(self.held_out)} held out")
         base, laws = self.select_base()
         for law in laws.values():
             self.measure_losses(law, self.held_out)
@@ -180,7 +181,7 @@ class _Calibration:
             tried[text] = min(float(self.measure_losses(laws[name], self.fitting)[:, -1].mean()) for name in LAWS[:2])
         best = min(tried, key=lambda text: tried[text])
         if len(tried) > 1:
-            self.say(f"{best} is the best of {len(tried)} recipes")
+            self.notify(f"{best} is the best of {len(tried)} recipes")
         self.data["tried"] = [{"recipe": text, "loss": loss} for text, loss in tried.items()]
         laws = self.build_closed_laws(best)
         return laws["none"], laws
@@ -202,7 +203,7 @@ class _Calibration:
             start = np.broadcast_to(start, (*(self.table_shape(level) or ()), start.shape[-1])).copy()
             fit = self.fit_level(level, base, start, self.deadline(len(levels) - index))
             if fit["table"] is None:
-                self.say(f"{level}: not fitted ({fit['ended']})")
+                self.notify(f"{level}: not fitted ({fit['ended']})")
                 break
             start = np.array(fit["logs"])
             # constant past the last length: a slope that continued would reach any τ, below 0 too
@@ -242,7 +243,7 @@ class _Calibration:
             history.clear()  # the level before has changed since, and with it the origin of those points
 
         def on_evaluation() -> None:
-            self.say(f"{level}: evaluation {len(history)}, loss {history[-1]['loss']:.5f}")
+            self.notify(f"{level}: evaluation {len(history)}, loss {history[-1]['loss']:.5f}")
             self.save()
             if self.spent > deadline:
                 raise StopFit("budget")

@@ -8,6 +8,7 @@ from typing import Any
 
 from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.recipes import PLAIN, parse_recipe
+from isentrope.utils.parsing import parse_numbers
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
 
@@ -21,7 +22,7 @@ class CalibrationConfig:
         recipe: what gets the temperature; it may contain {window} and {factor}.
         windows, factors: values to put there, of which the best is kept.
         levels: which laws are fitted, some of LEVELS.
-        budget: seconds, of all runs in one folder together; None for as long as it takes.
+        budget: seconds, of all runs in one folder together; None for no limit.
         train_length: in place of what the model's config says.
         seed: decides which documents are held out.
     """
@@ -46,13 +47,14 @@ class CalibrationConfig:
                 )
 
     @classmethod
-    def parse(cls, length: int, recipe: str, **words: Any) -> CalibrationConfig:
-        """Build from the words of a command line: lists with commas between, the budget as 10m; None for defaults."""
+    def parse(cls, length: int, recipe: str, **values: Any) -> CalibrationConfig:
+        """Build from command-line values: lists separated by commas, the budget as 10m; None for defaults."""
         for name, kind in (("windows", int), ("factors", float)):
-            words[name] = _parse_numbers(name, words.get(name), kind)
-        levels = words.pop("levels", None)
+            text = values.get(name)
+            values[name] = () if text is None else parse_numbers(name, text, kind, "4,8")
+        levels = values.pop("levels", None)
         levels = LEVELS if levels is None else tuple(levels.split(","))
-        return cls(length, recipe, levels=levels, budget=parse_seconds(words.pop("budget", None)), **words)
+        return cls(length, recipe, levels=levels, budget=parse_seconds(values.pop("budget", None)), **values)
 
     @property
     def recipes(self) -> list[str]:
@@ -82,10 +84,3 @@ def parse_seconds(text: str | None) -> float | None:
     if not 0 < seconds < inf:
         raise ValueError(f"budget: expected a time such as 90s, 10m or 2h, got {text!r}")
     return seconds
-
-
-def _parse_numbers(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
-    try:
-        return () if text is None else tuple(kind(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(f"{name}: expected numbers such as 4,8, got {text!r}") from None

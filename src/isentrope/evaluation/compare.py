@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.data.needles import Haystack
-from isentrope.evaluation.loading import as_model, get_model_name, load_tokenizer, read_causal_config
+from isentrope.evaluation.loading import as_model, get_model_name, keep_mode, load_tokenizer, read_causal_config
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, forgets, rank_recipes, select_best
 from isentrope.evaluation.recipes import PLAIN, under_recipe
@@ -27,7 +27,7 @@ from isentrope.evaluation.retrieval import (
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.layer_plan import read_train_length
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found.
+    """The result of `evaluate`.
 
     Args:
         recipe: the best recipe by `select_best`; `plain` where none is better than the model as it is.
@@ -111,11 +111,11 @@ def evaluate(
     name = get_model_name(model)
     label = Path(name).name or config.model_type
     comparison = plan_comparison(config, label, recipes, length, retrieval)
-    given = collect_texts(texts, name, comparison.perplexity.length, documents)  # before a model is loaded
-    inputs = Inputs(given, PromptFormat.from_tokenizer(load_tokenizer(name)) if retrieval else None)
-    with TemporaryDirectory() as temporary:
+    tokenized = collect_texts(texts, name, comparison.perplexity.length, documents)  # before a model is loaded
+    inputs = Inputs(tokenized, PromptFormat.from_tokenizer(load_tokenizer(name)) if retrieval else None)
+    with TemporaryDirectory() as temporary, keep_mode(loaded := as_model(model)):
         folder = Path(temporary if out is None else out)
-        used, failures = compare_recipes(as_model(model), label, inputs, comparison, folder)
+        used, failures = compare_recipes(loaded, label, inputs, comparison, folder)
         board = rank_recipes(folder)
     best = select_best(board, used.perplexity.recipes) or PLAIN
     return Evaluation(best, board, tuple(failures), None if out is None else folder)
@@ -131,7 +131,7 @@ def plan_comparison(
         name: what the results call it.
         recipes: the usual ones where there are none.
         length: tokens, or as "4x" times the training length.
-        passkeys: whether passkeys are asked for.
+        passkeys: whether passkeys are tested.
     """
     text_config = config.get_text_config()
     # BLOOM and MPT name it otherwise
@@ -190,7 +190,7 @@ def compare_recipes(
     inputs: Inputs,
     comparison: Comparison,
     folder: Path,
-    say: Say = lambda line: None,
+    notify: Notify = lambda line: None,
 ) -> tuple[Comparison, list[str]]:
     """Measure what a folder does not have yet, and write `perplexity.json`, `retrieval.json` and `decoder.json`.
 
@@ -200,13 +200,13 @@ def compare_recipes(
         inputs: what it reads.
         comparison: what is measured.
         folder: for the files.
-        say: called with each line of news: recipes left out, cells that failed.
+        notify: called with each message: recipes left out, cells that failed.
 
     Returns:
         The comparison with the recipes that the model takes, and why cells failed, one line each.
     """
     check_learned_positions(model, comparison.perplexity.length)
-    comparison = keep_supported(comparison, model, say)
+    comparison = keep_supported(comparison, model, notify)
     retrieval, prompts = comparison.retrieval, inputs.prompts
     if retrieval is not None and prompts is not None:  # refused before anything is measured
         check_retrieval(model, prompts, inputs.haystack, retrieval)
@@ -214,13 +214,13 @@ def compare_recipes(
     path = measure_perplexity(model, name, inputs.texts, comparison.perplexity, folder)
     failures = list_failures(path, recipes)
     for line in dict.fromkeys(failures):
-        say(line)
+        notify(line)
     if retrieval is not None and prompts is not None:
         path = measure_retrieval(model, name, prompts, inputs.haystack, retrieval, folder)
-        lost = list_failures(path, retrieval.recipes, retrieval.cells)
-        for line in dict.fromkeys(lost):
-            say(line)
-        failures += lost
+        more = list_failures(path, retrieval.recipes, retrieval.cells)
+        for line in dict.fromkeys(more):
+            notify(line)
+        failures += more
     metadata = {"name": comparison.name, "title": comparison.title, "model": name, "recipes": list(recipes)}
     forgetful = [recipe for recipe in recipes if forgets(recipe)]
     write_results(folder / "decoder.json", metadata | {"forgetful": forgetful})
@@ -235,7 +235,7 @@ def check_learned_positions(model: PreTrainedModel, length: int) -> None:
             raise ValueError(f"{kind}: expected a model that can read {length} tokens, got {most} learned positions")
 
 
-def keep_supported(comparison: Comparison, model: PreTrainedModel, say: Say) -> Comparison:
+def keep_supported(comparison: Comparison, model: PreTrainedModel, notify: Notify) -> Comparison:
     """Keep the recipes that the model can be extended with; the first refusal is raised unless those are skipped."""
     kept, skipped, error = list[str](), list[str](), None
     for recipe in comparison.perplexity.recipes:
@@ -250,7 +250,7 @@ def keep_supported(comparison: Comparison, model: PreTrainedModel, say: Say) -> 
     if error is not None and kept == [PLAIN]:
         raise error
     for line in skipped:
-        say(line)
+        notify(line)
     retrieval = comparison.retrieval
     if retrieval is not None:
         retrieval = replace(retrieval, recipes=tuple(recipe for recipe in retrieval.recipes if recipe in kept))

@@ -33,13 +33,15 @@ logger = logging.getLogger("isentrope")
 
 @register_model(CONFIG_KEY)
 class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
-    """The harness's own type `hf`, with all its arguments, and a recipe under which its model attends.
+    """The harness's own type `hf`, with all its arguments, and a recipe for the model's attention.
 
-    recipe: its text, in which `;` may stand for `,`, at which the harness splits arguments. None or "plain": nothing is
-    changed. A model saved with a recipe brings its own.
-    max_length: tokens that are read of an input, as in `hf`: what is longer is cut. Left out it is what the model's
-    config says, and nothing is measured beyond it.
-    allow_untrained: as in `isentrope.extend`.
+    Args:
+        pretrained: a model, or its folder or name on the hub.
+        recipe: its text, with `;` for `,`, at which the harness splits arguments. None or "plain" changes nothing. A
+            model saved with a recipe has its own.
+        allow_untrained: as in `isentrope.extend`.
+        **options: those of `hf`. Among them `max_length`, to which inputs are cut; by default what the model's config
+            says, and nothing is measured beyond it.
     """
 
     def __init__(
@@ -49,38 +51,38 @@ class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
         allow_untrained: bool = False,
         **options: Any,
     ) -> None:
-        self.asked = _text(recipe, options)
+        self.recipe_text = _parse_argument(recipe, options)
         super().__init__(pretrained, **options)
-        if self.asked not in (None, PLAIN):
-            extend(self.model, self.asked, allow_untrained=allow_untrained)
-        if self.batch_size != 1 and _by_row(self.recipe):
+        if self.recipe_text not in (None, PLAIN):
+            extend(self.model, self.recipe_text, allow_untrained=allow_untrained)
+        if self.batch_size != 1 and _depends_on_row(self.recipe):
             raise ValueError(
-                f"batch_size: expected 1 under {str(self.recipe)!r}, which goes by the length of the row, got "
-                f"{self.batch_size}: the harness pads rows and does not say where"
+                f"batch_size: expected 1 under {str(self.recipe)!r}, which depends on the length of the row, got "
+                f"{self.batch_size}: the harness pads rows without a mask"
             )
         if self.recipe != Recipe() and not options.get("max_length"):
             logger.warning("max_length: left out, so inputs are cut to %d tokens as without recipe", self.max_length)
 
     @property
     def recipe(self) -> Recipe:
-        """What the model attends under, open lengths filled in."""
+        """The model's recipe, with open lengths filled in."""
         return get_extension(self.model).recipe if hasattr(self.model.config, CONFIG_KEY) else Recipe()
 
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if (saved := getattr(self.config, CONFIG_KEY, None)) is not None:
-            if self.asked is not None:
+            if self.recipe_text is not None:
                 own = str(Recipe.from_dict(saved["recipe"]))
-                raise ValueError(f"recipe: expected none for a model saved with {own!r}, got {self.asked!r}")
+                raise ValueError(f"recipe: expected none for a model saved with {own!r}, got {self.recipe_text!r}")
             self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=load)
         super()._create_model(pretrained, **options)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results beside the arguments."""
+        """Return what the harness writes into its results beside the arguments."""
         return super().get_model_info() | {"model_recipe": str(self.recipe), "isentrope_version": __version__}
 
 
-def _text(recipe: Any, options: dict[str, Any]) -> str | None:
-    """The recipe's text, looked at before a model is loaded."""
+def _parse_argument(recipe: Any, options: dict[str, Any]) -> str | None:
+    """Check a recipe's text before a model is loaded, and restore its commas."""
     if recipe is None:
         return None
     if not isinstance(recipe, str):
@@ -96,11 +98,11 @@ def _text(recipe: Any, options: dict[str, Any]) -> str | None:
     return text
 
 
-def _by_row(recipe: Recipe) -> bool:
-    """Whether a token is read otherwise in a longer row, were it only padding at the end."""
+def _depends_on_row(recipe: Recipe) -> bool:
+    """Whether padding at the end of a row changes how its tokens are read."""
     position = recipe.position
-    turns = isinstance(position, CLEX) or (isinstance(position, NTK) and position.dynamic)
-    return turns or getattr(recipe.temperature, "count", "visible") == "sequence"
+    by_length = isinstance(position, CLEX) or (isinstance(position, NTK) and position.dynamic)
+    return by_length or getattr(recipe.temperature, "count", "visible") == "sequence"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,16 @@ def as_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
     return load_on_device(str(model)) if isinstance(model, str | Path) else model
 
 
+@contextmanager
+def keep_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model back into training mode after the block, if it was in it."""
+    training = model.training
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def get_model_name(model: str | Path | PreTrainedModel) -> str:
     """Return the folder or the name on the hub that a model comes from; empty where it comes from none."""
     return str(model) if isinstance(model, str | Path) else str(model.name_or_path)
@@ -116,7 +128,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def identify_model(model: PreTrainedModel, name: str) -> ModelRecord:
-    """Return what results say of a model; a hash of samples of each tensor tells models of one name apart."""
+    """Build the record of a model for results; a hash of samples of each tensor distinguishes models of one name."""
     content = hashlib.sha256()
     for key, x in model.named_parameters():
         content.update(f"{key} {tuple(x.shape)}".encode())

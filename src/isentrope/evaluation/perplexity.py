@@ -27,6 +27,7 @@ from isentrope.evaluation.texts import Text, check_texts
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
+from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
@@ -57,12 +58,8 @@ class PerplexityConfig:
 
     @classmethod
     def parse(cls, recipes: Sequence[str], edges: str) -> PerplexityConfig:
-        """Build from the words of a command line: edges as numbers with commas between."""
-        try:
-            numbers = tuple(int(edge) for edge in edges.split(","))
-        except ValueError:
-            raise ValueError(f"edges: expected positions such as 0,4096,8192, got {edges!r}") from None
-        return cls(tuple(recipes), numbers)
+        """Build from command-line values: edges as numbers separated by commas."""
+        return cls(tuple(recipes), parse_numbers("edges", edges, example="0,4096,8192"))
 
     @property
     def length(self) -> int:
@@ -74,8 +71,8 @@ def measure_perplexity(
 ) -> Path:
     """Measure every recipe on every text and write `perplexity.json`.
 
-    A cell (recipe × text) that the file already has is not measured again, and stays there; means are over the texts
-    given now. One that fails is listed under `failed`, the others continue, and another run tries it again.
+    A cell (recipe × text) that the file already has is kept and not measured again; means are over the texts of this
+    call. One that fails is listed under `failed`, the others continue, and another run tries it again.
 
     Args:
         model: a causal model.

@@ -162,13 +162,13 @@ class ResultsStore:
 
     def _read_earlier(self) -> dict[str, Any]:
         """Read the results of an earlier run; empty where there are none."""
-        found = self.path and read_if_whole(self.path, "model", "config", "cells", *self.schema.needed)
-        if not found:
+        earlier = self.path and read_if_whole(self.path, "model", "config", "cells", *self.schema.needed)
+        if not earlier:
             return {}
-        same = is_same_model(found["model"], self.head["model"])
-        if not same or any(_get(found, field) != _get(self.head, field) for field in self.schema.identity):
+        same = is_same_model(earlier["model"], self.head["model"])
+        if not same or any(_get(earlier, field) != _get(self.head, field) for field in self.schema.identity):
             raise ValueError(f"{self.path}: holds {self.schema.mismatch}; choose another folder")
-        return found
+        return earlier
 
     def results(self) -> dict[str, Any]:
         """Return head and cells as the file has them."""
@@ -188,7 +188,7 @@ def _get(results: Mapping[str, Any], field: str) -> Any:
 
 
 def is_same_model(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether results are of the model wanted; what they do not say of it, early versions did not yet."""
+    """Whether results are of the model wanted, by the fields they have: early versions had fewer."""
     return {**wanted, **stored} == wanted
 
 
@@ -237,10 +237,10 @@ def list_failures(path: Path, recipes: Collection[str], cells: Collection[Key] |
     """
     results = read_results(path, AGAIN, "cells")
     measured = {(cell["recipe"], cell.get("text")) for cell in results["cells"] if not cell.get("failed")}
-    lost = [cell for cell in results["cells"] if cell.get("failed")]
-    lost += [cell for cell in results.get("failed", []) if (cell["recipe"], cell["text"]) not in measured]
+    failed = [cell for cell in results["cells"] if cell.get("failed")]
+    failed += [cell for cell in results.get("failed", []) if (cell["recipe"], cell["text"]) not in measured]
     lines = []
-    for cell in lost:
+    for cell in failed:
         key = tuple(cell.get(name) for name in RETRIEVAL.cell_key[1:])
         if cell["recipe"] in recipes and (cells is None or key in cells):
             where = f"{cell['task']} at {cell['length']}: " if "task" in cell else ""

@@ -24,6 +24,7 @@ from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import summarize_error
 from isentrope.evaluation.recipes import check_recipes, under_recipe
 from isentrope.evaluation.results import RETRIEVAL, ResultsStore
+from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
@@ -68,13 +69,9 @@ class RetrievalConfig:
 
     @classmethod
     def parse(cls, recipes: Sequence[str], tasks: str, lengths: str, depths: str, **others: Any) -> RetrievalConfig:
-        """Build from the words of a command line: lists with commas between."""
-        try:
-            token_counts = tuple(int(word) for word in lengths.split(","))
-            percents = tuple(float(word) for word in depths.split(","))
-        except ValueError:
-            raise ValueError(f"lengths, depths: expected numbers as in 512,1024, got {lengths!r}, {depths!r}") from None
-        return cls(tuple(recipes), tuple(task.strip() for task in tasks.split(",")), token_counts, percents, **others)
+        """Build from command-line values: lists separated by commas."""
+        numbers = parse_numbers("lengths", lengths), parse_numbers("depths", depths, float, "0,50,100")
+        return cls(tuple(recipes), tuple(task.strip() for task in tasks.split(",")), *numbers, **others)
 
     @property
     def cells(self) -> list[Cell]:
@@ -96,10 +93,10 @@ def load_haystack(paths: Sequence[Path]) -> Haystack:
     """Read the texts of these files as one; a few plain sentences where there are none."""
     if not paths:
         return Haystack.from_texts()
-    given = list(read_documents(paths))
-    if any(document.text is None for document in given):
+    documents = list(read_documents(paths))
+    if any(document.text is None for document in documents):
         raise ValueError("text: expected documents with text, got some with tokens alone")
-    return Haystack.from_texts(document.text or "" for document in given)
+    return Haystack.from_texts(document.text or "" for document in documents)
 
 
 @dataclass(frozen=True)
@@ -163,8 +160,8 @@ class PromptFormat:
         if whole[: len(tokens)] != tokens:
             raise ValueError("tokenizer: expected a prompt to have the same tokens when its answer follows, got others")
         answer = whole[len(tokens) :]
-        if example.count_answers(said := self.tokenizer.decode(answer)) < len(example.answers):
-            raise ValueError(f"tokenizer: expected it to spell {example.reply.strip()!r}, got {said!r}")
+        if example.count_answers(decoded := self.tokenizer.decode(answer)) < len(example.answers):
+            raise ValueError(f"tokenizer: expected it to spell {example.reply.strip()!r}, got {decoded!r}")
         return Prompt(example, text, tokens, answer)
 
     def _tokenize_bare(self, text: str) -> tuple[int, ...]:
@@ -189,8 +186,8 @@ def measure_retrieval(
 ) -> Path:
     """Ask a model under every recipe and write `retrieval.json`.
 
-    A cell (recipe × task × length × depth) that the file already has is not measured again, and stays there; one that
-    failed is tried again.
+    A cell (recipe × task × length × depth) that the file already has is kept and not measured again; one that failed
+    is tried again.
 
     Args:
         model: a causal model.
@@ -258,7 +255,7 @@ def _check_measurable(
 def _measure_cell(
     model: PreTrainedModel, tokenizer: Any, recipe: str, cell: Cell, prompts: Sequence[Prompt], score: str
 ) -> dict[str, Any]:
-    """Measure one cell, or say in it why there are no numbers."""
+    """Measure one cell, or record why it failed."""
     key: dict[str, Any] = dict(zip(RETRIEVAL.cell_key, (recipe, *cell), strict=True))
     key["sha256"] = hashlib.sha256("\0".join(prompt.text for prompt in prompts).encode()).hexdigest()
     failed, examples, seconds = None, list[dict[str, Any]](), {"forced": 0.0, "generated": 0.0}

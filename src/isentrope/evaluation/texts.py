@@ -45,7 +45,7 @@ def load_texts(paths: Sequence[Path], name: str, gguf_file: str | None, length: 
 
 
 def collect_texts(texts: TextInput | Sequence[TextInput], model_name: str, length: int, limit: int) -> list[Text]:
-    """Turn what a user has given into tokens; see `TextInput`.
+    """Tokenize inputs of a user; see `TextInput`.
 
     A `Path`, or a string that names a file, a folder or a glob, is read; any other string is a document itself.
 
@@ -77,8 +77,8 @@ def iterate_documents(inputs: TextInput | Sequence[TextInput]) -> Iterator[Docum
 def _as_sequence(inputs: Any) -> list[Any]:
     if isinstance(inputs, str | Path | Text):
         return [inputs]
-    given = list(inputs)
-    return [given] if given and all(isinstance(token, int) for token in given) else given
+    items = list(inputs)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
 def _names_files(text: str) -> bool:
@@ -89,7 +89,7 @@ def _names_files(text: str) -> bool:
 
 
 def tokenize_documents(
-    given: Iterable[Document], make_tokenizer: Callable[[], Any], length: int, limit: int
+    documents: Iterable[Document], make_tokenizer: Callable[[], Any], length: int, limit: int
 ) -> list[Text]:
     """Tokenize the first documents that are long enough; the tokenizer is loaded once a text needs it."""
     if limit < 1:
@@ -97,7 +97,7 @@ def tokenize_documents(
     tokenizer: Any = None
     texts: list[Text] = []
     sizes: list[tuple[int, str]] = []
-    for document in given:
+    for document in documents:
         content = document.text if document.tokens is None else document.tokens
         sizes.append((len(content or ()), "characters" if document.tokens is None else "tokens"))
         tokens, ends = document.tokens, None

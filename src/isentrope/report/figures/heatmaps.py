@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.evaluation.results import read_results
+from isentrope.utils.files import RERUN_REMEDY
 
 ATTENTION_COLOURS, SCORE_COLOURS = "viridis", "cividis"  # perceptually uniform, also without colours
 MASKED_COLOUR = "#E4E4E4"
@@ -36,7 +37,7 @@ class Inspection:
         results = folder / "inspect.json"
         if not results.is_file():
             raise ValueError(f"{folder}: expected a folder that isentrope inspect wrote, with inspect.json")
-        return cls(folder, read_fields(results, RERUN_REMEDY, "heatmaps", "entropy", "lengths"))
+        return cls(folder, read_results(results, RERUN_REMEDY, "heatmaps", "entropy", "lengths"))
 
     @property
     def title(self) -> str:
@@ -108,14 +109,8 @@ def draw_scores(axes: Any, inspection: Inspection) -> None:
     bounds = [maps[kind] for kind in kinds if maps[kind]["least"] is not None]
     low, high = min((x["least"] for x in bounds), default=0.0), max((x["largest"] for x in bounds), default=1.0)
     for panel, kind in zip(axes, kinds, strict=True):
-        draw_heatmap(
-            panel,
-            inspection,
-            kind,
-            (inspection.heatmap(kind) - low) / max(high - low, 1e-9),
-            SCORE_COLOURS,
-            Normalize(0, 1),
-        )
+        scaled = (inspection.heatmap(kind) - low) / max(high - low, 1e-9)
+        draw_heatmap(panel, inspection, kind, scaled, SCORE_COLOURS, Normalize(0, 1))
 
 
 def shared_scale(arrays: list[Any]) -> Normalize:

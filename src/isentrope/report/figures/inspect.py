@@ -49,12 +49,9 @@ def draw_inspection(folder: Path) -> list[Path]:
     """Draw all figures of one model beside its `inspect.json`, as .png and .svg."""
     inspection = Inspection.read(folder)
     figures = {
-        "entropy": _draw_entropy,
-        "focus": _draw_focus,
-        "angles": _draw_angles,
-        "attention": _draw_own_attention,
+        "entropy": _draw_entropy, "focus": _draw_focus, "angles": _draw_angles, "attention": _draw_own_attention,
         "rope": _draw_rope_scores,
-    }
+    }  # fmt: skip
     with matplotlib.rc_context(RC_PARAMS | LARGE_FONTS):
         return [path for name, make in figures.items() for path in save_figure(make(inspection), folder / name)]
 
@@ -110,23 +107,13 @@ def draw_peak_angles(folders: list[Path], out: Path) -> list[Path]:
         raise ValueError(f"{without[0].folder}: expected a model with CosScale (cosine scores), got {without[0].title}")
     inspections.sort(key=lambda inspection: inspection.data["theory"]["alpha"])
     alpha = [inspection.data["theory"]["alpha"] for inspection in inspections]
+    theory = [inspection.data["theory"]["peak_cosine"] for inspection in inspections]
+    before, after = (_peaks(inspections, stage, "attention") for stage in ("before", "after"))
     lines = (
-        ("η*, Eq. 18", [inspection.data["theory"]["peak_cosine"] for inspection in inspections], INK, "solid", ""),
-        (
-            "measured before RoPE, weighted by its softmax",
-            _peaks(inspections, "before", "attention"),
-            COLOURS[1],
-            DASHES,
-            "o",
-        ),
-        (
-            "measured after RoPE, weighted by attention",
-            _peaks(inspections, "after", "attention"),
-            COLOURS[2],
-            DASHES,
-            "s",
-        ),
-        ("measured before RoPE, all pairs alike", _peaks(inspections, "before", "pairs"), GREY, DOTS, "^"),
+        ("η*, Eq. 18", theory, INK, "solid", ""),
+        ("measured before RoPE, weighted by its softmax", before, COLOURS[1], DASHES, "o"),
+        ("measured after RoPE, weighted by attention", after, COLOURS[2], DASHES, "s"),
+        ("measured before RoPE, all pairs weighted equally", _peaks(inspections, "before", "pairs"), GREY, DOTS, "^"),
     )
     with matplotlib.rc_context(RC_PARAMS | LARGE_FONTS):
         figure = Figure(figsize=(7.4, 5.6), layout="constrained")

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from isentrope.evaluation.results import read_results
 from isentrope.report.figures.style import (
     DASHES,
     DOTS,
@@ -23,14 +24,14 @@ from isentrope.report.figures.style import (
     save_figure,
     set_length_axis,
 )
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.utils.files import RERUN_REMEDY
 
 RING = "invariant"  # a law drawn as a ring, since InfoScaleExact lies inside it
 
 
 def draw_laws(results: Path) -> list[Path]:
     """Draw entropy and τ against n for each law of `laws.json`, beside it as `laws.png` and `laws.svg`."""
-    data = read_fields(results, RERUN_REMEDY)
+    data = read_results(results, RERUN_REMEDY)
     with matplotlib.rc_context(RC_PARAMS):
         figure = Figure(figsize=(13, 5.8), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))

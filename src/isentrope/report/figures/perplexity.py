@@ -11,8 +11,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from isentrope.evaluation.results import read_results
 from isentrope.report.figures.style import COLOURS, DASHES, DOTS, INK, RC_PARAMS, save_figure
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.utils.files import RERUN_REMEDY
 
 MAX_RATIO_TO_BEST = 1.5  # of the worst buckets: recipes up to here are in the second panel
 MARKERS = "os^D"
@@ -26,7 +27,7 @@ def draw_perplexity(results: Path) -> list[Path]:
 
     A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for a temperature.
     """
-    data = read_fields(results, RERUN_REMEDY)
+    data = read_results(results, RERUN_REMEDY)
     edges, rows = data["config"]["edges"], data["rows"]
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     methods: dict[str, tuple[str, str]] = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.evaluation.ranking import rank_recipes
+from isentrope.evaluation.results import read_results
 from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
@@ -46,7 +47,7 @@ def summarize_recipes(folder: Path) -> list[Any]:
 
 def render_section(folder: Path, name: str) -> str:
     plan, board = _read_plan(folder), rank_recipes(folder)
-    data = read_fields(folder / "perplexity.json", RERUN_REMEDY)
+    data = read_results(folder / "perplexity.json", RERUN_REMEDY)
     sentences = "".join(f"<li>{escape(line.plain)}</li>" for line in summarize_recipes(folder))
     figures = []
     for svg in sorted(folder.glob("*.svg")):

@@ -9,9 +9,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from isentrope.evaluation.results import read_results
 from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.report.tables.terminal import TABLE_STYLE, style_perplexity
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.utils.files import RERUN_REMEDY
 
 CANDIDATE_LABELS = {
     "none": "no temperature",
@@ -25,7 +26,7 @@ CANDIDATE_LABELS = {
 
 def read_calibration(results: Path) -> dict[str, Any]:
     """Read `calibrate.json`."""
-    return read_fields(results, RERUN_REMEDY, "candidates", "model", "recipe", "chosen")
+    return read_results(results, RERUN_REMEDY, "candidates", "model", "recipe", "chosen")
 
 
 def build_calibration_table(results: Path) -> Table:

@@ -7,20 +7,21 @@ from typing import Any
 
 from rich.table import Table
 
+from isentrope.evaluation.results import read_results
 from isentrope.report.tables.terminal import TABLE_STYLE
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.utils.files import RERUN_REMEDY
 
 # the number of a cell, by how answers were scored
 METRIC_OF_SCORE = {"both": "share", "forced": "likeliest"}
 METRIC_TITLES = {
-    "share": "Percent of the answers in the model's reply",
+    "share": "Percent of the answers found in the model's reply",
     "likeliest": "Percent of the answer's tokens that the model ranks first",
 }
 
 
 def read_retrieval(results: Path) -> tuple[dict[str, Any], str]:
     """Read `retrieval.json`; returns its content and the metric of its cells."""
-    data = read_fields(results, RERUN_REMEDY, "config", "cells", "rows")
+    data = read_results(results, RERUN_REMEDY, "config", "cells", "rows")
     return data, METRIC_OF_SCORE[data["config"]["score"]]
 
 

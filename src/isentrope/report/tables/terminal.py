@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
+from isentrope.evaluation.results import read_results
 from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
@@ -28,7 +29,7 @@ MAX_LENGTHS = 4  # so that a table fits 80 columns
 
 def build_laws_table(results: Path) -> Table:
     """Build a table of `laws.json`: entropy of each law at a few lengths, its drift and the theory's, and τ."""
-    data = read_fields(results, RERUN_REMEDY)
+    data = read_results(results, RERUN_REMEDY)
     config, lengths = data["config"], data["lengths"]
     first, last = lengths[0], lengths[-1]
     error = max(row["standard_error"] for row in data["rows"])
@@ -74,7 +75,7 @@ def select_lengths(lengths: list[int]) -> list[int]:
 
 def build_perplexity_table(results: Path) -> Table:
     """Build a table of `perplexity.json`: a row for each recipe, a column for each bucket of positions."""
-    data = read_fields(results, RERUN_REMEDY)
+    data = read_results(results, RERUN_REMEDY)
     edges = data["config"]["edges"]
     texts = len(data["texts"])
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
@@ -153,7 +154,7 @@ FORMULAS = {
 
 def build_formulas_table(results: Path) -> Table:
     """Build a table of each law's formula and its τ at the lengths of `laws.json`."""
-    data = read_fields(results, RERUN_REMEDY)
+    data = read_results(results, RERUN_REMEDY)
     lengths = data["lengths"][:: max(1, len(data["lengths"]) // MAX_LENGTHS)]
     table = Table(title="The score is multiplied by τ(n)", **TABLE_STYLE)
     for heading in ("law", "τ(n)", *(f"n={n}" for n in lengths)):
