@@ -40,7 +40,7 @@ FLOORS = (
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_PARAMETERS = 7
-# a public entry point, and signatures that transformers calls
+# the public entry point, and signatures that transformers calls
 MANY_PARAMETERS = {
     ("attention.py", "attention"),
     ("hf/layer.py", "attention_forward"),

@@ -88,6 +88,12 @@ def choose_backend(call: AttentionCall, name: str) -> Backend:
     return backend
 
 
+def choose_uncompiled(q: Tensor) -> str:
+    """Return the name of a backend for single calls on q's device, which do not repay compiling a kernel."""
+    fused = q.is_cuda and q.dtype == torch.float32 and q.shape[-1] <= sdpa.MAX_HEAD_DIM
+    return SDPA.name if fused else AUTO
+
+
 def _choose_fastest(call: AttentionCall) -> Backend:
     if call.dropout is not None:
         return DENSE

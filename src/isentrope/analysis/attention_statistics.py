@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.attention import attention
-from isentrope.backends.sdpa import MAX_HEAD_DIM
 from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
+from isentrope.dispatch import choose_uncompiled
 from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once
@@ -57,9 +57,7 @@ class HeatmapWindow:
 def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     captured = _to_accumulation_dtype(captured)
-    # fused kernels know every recipe in fp32; "auto" would compile one for it on a GPU
-    fused = captured.q.is_cuda and captured.q.dtype == torch.float32 and captured.q.shape[-1] <= MAX_HEAD_DIM
-    options = captured.options | {"backend": "sdpa" if fused else "auto", "return_entropy": True}
+    options = captured.options | {"backend": choose_uncompiled(captured.q), "return_entropy": True}
     _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
 
@@ -79,10 +77,10 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
         Two histograms in fp64, summed over rows, heads and queries: of visible pairs, which adds up to their number,
         and of attention over them, which adds up to the number of queries that see any key.
     """
-    calls = _fold_branches(captured)
+    branches = _fold_branches(captured)
     angles = [
-        replace(call, q=normalise_vectors(call.q), k=normalise_vectors(call.k), scale=1.0, slopes=None)
-        for call in calls
+        replace(branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None)
+        for branch in branches
     ]
     pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=captured.q.device)
     for rows in _split_rows(captured, 0, captured.q.shape[2]):
@@ -90,7 +88,7 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
         bins = ((cosine.clamp(-1, 1) + 1) * (COSINE_BINS / 2)).long().clamp_(max=COSINE_BINS - 1)
         bins = bins.masked_fill_(cosine == -inf, COSINE_BINS).flatten()  # invisible pairs, in a bin that is cut off
         pairs += torch.bincount(bins, minlength=COSINE_BINS + 1)[:COSINE_BINS]
-        attended = _log_weights(calls, rows).double().exp_().flatten()
+        attended = _log_weights(branches, rows).double().exp_().flatten()
         weights += torch.bincount(bins, attended, minlength=COSINE_BINS + 1)[:COSINE_BINS]
     return pairs.cpu(), weights.cpu()
 
@@ -108,10 +106,10 @@ def log_attention_map(
     """
     if pool not in ("mean", "max"):
         raise ValueError(f"pool: expected 'mean' or 'max', got {pool!r}")
-    calls, (down, across) = _fold_branches(captured), window.block
+    branches, (down, across) = _fold_branches(captured), window.block
     cells = []
     for rows in _split_rows(captured, window.first, window.last, down):
-        logs = _select_heads(_log_weights(calls, rows), window, head)
+        logs = _select_heads(_log_weights(branches, rows), window, head)
         # added up as logarithms: far from the diagonal the weights themselves are below what fp32 can hold
         logs = logs.logsumexp(0) - log(logs.shape[0])
         blocks = _split_blocks(logs, down, across, -inf)
@@ -130,13 +128,13 @@ def score_map(
 
     Means over heads, and over the visible pairs that share a cell; nan (None) where nothing is visible.
     """
-    calls, (down, across) = (
+    branches, (down, across) = (
         _fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None))),
         window.block,
     )
     cells, least, most = [], inf, -inf
     for rows in _split_rows(captured, window.first, window.last, down):
-        scores = _select_heads(_scores(calls, rows), window, head).mean(0)
+        scores = _select_heads(_scores(branches, rows), window, head).mean(0)
         visible = scores > -inf
         if visible.any():
             least, most = min(least, float(scores[visible].min())), max(most, float(scores.max()))
@@ -174,23 +172,23 @@ def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: in
         yield slice(at, min(at + step, last))
 
 
-def _scores(calls: list[FoldedBranch], rows: slice) -> Tensor:
+def _scores(branches: list[FoldedBranch], rows: slice) -> Tensor:
     """Compute scores of a few queries with all keys, (batch, heads, rows, keys); -inf where a key is not visible."""
     scores: Tensor | float = -inf
-    with autocast_disabled(calls[0].q):
-        for call in calls:
-            q = call.q[:, :, rows].unflatten(1, (call.k.shape[1], call.groups))
-            score = (q.flatten(2, 3) @ call.k.mT).mul_(call.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)
-            if (bias := call.bias(rows)) is not None:
+    with autocast_disabled(branches[0].q):
+        for branch in branches:
+            q = branch.q[:, :, rows].unflatten(1, (branch.k.shape[1], branch.groups))
+            score = (q.flatten(2, 3) @ branch.k.mT).mul_(branch.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)
+            if (bias := branch.bias(rows)) is not None:
                 score = score + bias.to(score.dtype)
-            scores = torch.where(call.mask(rows), score, scores)
+            scores = torch.where(branch.mask(rows), score, scores)
     assert isinstance(scores, Tensor)
     return scores
 
 
-def _log_weights(calls: list[FoldedBranch], rows: slice) -> Tensor:
+def _log_weights(branches: list[FoldedBranch], rows: slice) -> Tensor:
     """Compute ln of the attention weights of a few queries; -inf where a key is not visible."""
-    scores = _scores(calls, rows)
+    scores = _scores(branches, rows)
     total = scores.logsumexp(-1, keepdim=True)
     return scores - torch.where(total == -inf, 0.0, total)
 

@@ -72,9 +72,9 @@ class Example:
     """A text with needles, a question, and the answers.
 
     Args:
-        intro: What the text is about to give.
+        intro: Announces what the text contains.
         text: The filler with the needles.
-        question: What is asked after the text.
+        question: Follows the text.
         lead: How the reply begins.
         answers: What the reply must name.
         decoys: What it might name instead.

@@ -120,7 +120,7 @@ class MaskedPlan:
             raise ValueError(f"{where}: unknown start {start!r}{suggest(start, self.checkpoints)}")
         try:
             if checkpoint.train and build_config(options.pop("preset", "train"), **options).objective != "masked":
-                raise ValueError("objective: expected masked, which this evaluates, got causal")
+                raise ValueError("objective: expected masked, the only one that these plans evaluate, got causal")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from None
 
@@ -177,7 +177,7 @@ def parse_masked_plan(name: str, data: dict[str, Any], library: dict[str, Checkp
 
     Args:
         name: Of the plan.
-        data: The content; `rows` are taken as they are, `methods` expanded to their `variants`.
+        data: The content; `methods` are expanded to rows, one for each of their `variants`.
         library: Checkpoints that the plan may name beside its own.
     """
     where, data = f"plan {name}", dict(data)

@@ -28,7 +28,7 @@ class MarkedAdapter:
         return super().to_dict() | {CONFIG_KEY: self.isentrope}  # type: ignore[misc]
 
 
-@cache
+@cache  # not for speed: a class is the same object every time
 def _make_marked_class(base: Any) -> Any:
     return type(base.__name__, (MarkedAdapter, base), {"__module__": base.__module__})
 

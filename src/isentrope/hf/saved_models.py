@@ -176,7 +176,7 @@ def make_config_class(base: Any) -> Any:
     return _make_config_class(base)
 
 
-@cache
+@cache  # not for speed: a class is the same object every time
 def _make_config_class(base: Any) -> Any:
     # with its own __init__: transformers would make one for a class without
     body = {"__init__": base.__init__, "__module__": __name__}
@@ -197,7 +197,7 @@ def _make_model_classes(base: Any, config: Any) -> Any:
     return _make_model_class(base, config)
 
 
-@cache
+@cache  # likewise
 def _make_model_class(base: Any, config: Any) -> Any:
     body = {"config_class": config, "__module__": __name__}
     derived: Any = type(PREFIX + base.__name__, (ExtendedModel, base), body)
