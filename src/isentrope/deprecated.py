@@ -16,6 +16,7 @@ MODULES = {
     "hf.observe": "hf.capture",
     "layout": "core.layout",
     "models.config": "models.gau.config",
+    "report.inspect": "report.figures.inspect",
     "study": "experiments",
     "study.causal": "evaluation",
     "study.causal.calibrate": "calibration.calibrate",
@@ -37,6 +38,13 @@ NAMES: dict[str, dict[str, str]] = {
     "hf.observe": {"Seen": "CapturedAttention", "observed": "capture_attention", "recipe_of": "get_recipe"},
     "layout": {"layout_of": "get_layout"},
     "models.config": {"gau_recipe": "build_gau_recipe"},
+    "report.inspect": {
+        "attention_at": "draw_attention",
+        "before_and_after_rope": "draw_scores_before_and_after_rope",
+        "cosscale_panels": "draw_cosscale_panels",
+        "draw": "draw_inspection",
+        "peak_angles": "draw_peak_angles",
+    },
     "study.causal.calibrate": {
         "Config": "calibration.config:CalibrationConfig",
         "Result": "CalibrationResult",

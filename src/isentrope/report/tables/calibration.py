@@ -36,8 +36,9 @@ def build_calibration_table(results: Path) -> Table:
     table = Table(
         title=f"Held-out perplexity: {data['model']['name']}, {count_held_out(data)} texts, {escape(data['recipe'])}",
         caption=(
-            f"beyond: past {data['train_length']} tokens, buckets weighted equally. %: change against InfoScale,\n"
-            f"with a 95 % interval over paired draws of the texts.\n→ {escape(data['reason'])}"
+            f"beyond: past {data['train_length']} tokens, buckets weighted equally.\n"
+            "%: change against InfoScale, with a 95 % interval over paired draws of the texts.\n"
+            f"→ {escape(data['reason'])}"
         ),
         **TABLE_STYLE,
     )
