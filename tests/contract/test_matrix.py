@@ -31,7 +31,7 @@ def test_backends_agree_with_reference(position, temperature, whole, monkeypatch
     recipe runs on each.
     """
     monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})  # several chunks even at these sizes
-    monkeypatch.setattr(sdpa, "MASK_ENTRIES", 1 << 11)
+    monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
     turn = POSITIONS.index(position) * 9 + TEMPERATURES.index(temperature) * 12
     even = POSITIONS.index(position) + TEMPERATURES.index(temperature)
     for mask in MASKS:

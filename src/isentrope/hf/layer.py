@@ -93,6 +93,8 @@ class Layer(nn.Module):
         self.parts = tuple(
             part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
         )
+        # for an error that may be raised while a graph is traced, where no part can be printed
+        self.description = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
         # registered, so that it trains, moves and is saved
         self.temperature = recipe.temperature if isinstance(recipe.temperature, nn.Module) else None
 
@@ -131,8 +133,7 @@ class Layer(nn.Module):
         """Refuse all but causal attention as the model has it, which torch's own SDPA then runs."""
         own_function = self.eager_attention is not None
         if self.parts or sink_logits is not None or own_function or self.native_mask.visible != CAUSAL:
-            what = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
-            raise ValueError(CONTEXT_PARALLEL_ERROR.format(what=what))
+            raise ValueError(CONTEXT_PARALLEL_ERROR.format(what=self.description))
 
     def get_layout(self, call: LayerCall) -> Layout:
         """Return the positions of a call's tokens, which the layers of a forward pass share."""
