@@ -33,6 +33,7 @@ from isentrope.temperatures import (
 )
 from isentrope.utils.extras import name_missing_extras
 from isentrope.utils.imports import after_import
+from isentrope.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from isentrope import theory
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from isentrope.hf.extend import extend, extended, restore
     from isentrope.hf.loading import load
 
-__version__ = "0.1.0"
 # fmt: off
 __all__ = [  # noqa: RUF022  # by topic, as above
     "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",

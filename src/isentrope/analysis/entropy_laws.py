@@ -20,24 +20,24 @@ import scipy
 import torch
 from torch import Tensor
 
-import isentrope
-from isentrope import (
+from isentrope import theory
+from isentrope.attention import attention
+from isentrope.recipe import Recipe
+from isentrope.scores import Cosine
+from isentrope.temperatures import (
     Constant,
-    Cosine,
     Fitted,
     InfoScale,
     InfoScaleExact,
     LogLength,
     LogN,
-    Recipe,
     SoftmaxPlus,
+    Temperature,
     YaRNTemperature,
-    attention,
-    theory,
 )
-from isentrope.temperatures import Temperature
 from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import track_progress
+from isentrope.version import __version__
 
 RESULTS_FILE = "laws.json"
 # that the queries are spread over, one in memory at a time
@@ -146,7 +146,7 @@ def measure_laws(config: EntropyLawsConfig, out: Path) -> Path:
             "torch": torch.__version__,
             "numpy": np.__version__,
             "scipy": scipy.__version__,
-            "isentrope": isentrope.__version__,
+            "isentrope": __version__,
         },
         "rows": rows,
     }

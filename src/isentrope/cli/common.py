@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 def _print_version(requested: bool) -> None:
     if requested:
-        from isentrope import __version__
+        from isentrope.version import __version__
 
         typer.echo(f"isentrope {__version__}")
         raise typer.Exit

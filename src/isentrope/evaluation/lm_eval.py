@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from isentrope import __version__
 from isentrope.evaluation.recipes import PLAIN, check_recipes
 from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
@@ -22,6 +21,7 @@ from isentrope.hf.names import CONFIG_KEY
 from isentrope.positions import CLEX, NTK
 from isentrope.recipe import PARTS, Recipe
 from isentrope.utils.extras import name_missing_extras
+from isentrope.version import __version__
 
 with name_missing_extras():
     from lm_eval.__main__ import cli_evaluate

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from isentrope import __version__
+from isentrope.version import __version__
 
 
 def collect_provenance() -> dict[str, Any]:

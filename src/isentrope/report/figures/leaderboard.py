@@ -10,8 +10,7 @@ from matplotlib.ticker import LogFormatter
 
 from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT, Leaderboard
 from isentrope.report.figures.style import COLOURS, GREY, INK, RC_PARAMS, save_figure
-from isentrope.report.tables.leaderboard import format_last_bucket
-from isentrope.report.tables.numbers import format_perplexity
+from isentrope.report.tables.numbers import format_bucket, format_perplexity
 
 DEGRADED_COLOUR = "#B2182B"
 MAX_BAR_PERCENT = 10  # longer bars are cut here and labelled
@@ -39,7 +38,7 @@ def draw_board(board: Leaderboard) -> Figure:
             format_perplexity(value), (value, height), (7, 0), textcoords="offset points", va="center", color=INK
         )
     left.set_yticks(heights, names)
-    left.set_title(f"perplexity at {format_last_bucket(board)}")
+    left.set_title(f"perplexity at {format_bucket(*board['edges'][-2:])}")
     changes = [row["inside"] or 0.0 for row in rows]
     colours = [DEGRADED_COLOUR if change > MAX_DEGRADATION_PERCENT else COLOURS[1] for change in changes]
     right.barh(

@@ -19,7 +19,7 @@ from isentrope.evaluation.ranking import (
     rank_recipes,
     select_best,
 )
-from isentrope.report.tables.numbers import format_length, format_perplexity
+from isentrope.report.tables.numbers import format_bucket, format_length, format_perplexity
 from isentrope.report.tables.terminal import TABLE_STYLE, label_recipe
 from isentrope.utils.files import write_atomically
 
@@ -74,7 +74,7 @@ def _describe(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str
     last, plain_last, inside = row["perplexity"][-1], plain["perplexity"][-1], board["inside"]
     assert inside is not None  # checked by the caller
     return (
-        f"{row['recipe']}: perplexity {format_perplexity(last)} at {format_last_bucket(board)}, "
+        f"{row['recipe']}: perplexity {format_perplexity(last)} at {format_bucket(*board['edges'][-2:])}, "
         f"{last / plain_last:.3g} of plain's {format_perplexity(plain_last)} there and {row['ratio']:.3f} of "
         f"its {format_perplexity(inside)} inside the training length, where the recipe costs {row['inside']:+.2f} %"
     )
@@ -82,11 +82,7 @@ def _describe(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str
 
 def _describe_none(board: Leaderboard) -> str:
     cost = f"costs {MAX_DEGRADATION_PERCENT} % or less inside the training length"
-    return f"best: plain: no recipe that {cost} is better at {format_last_bucket(board)}"
-
-
-def format_last_bucket(board: Leaderboard) -> str:
-    return "–".join(map(format_length, board["edges"][-2:]))
+    return f"best: plain: no recipe that {cost} is better at {format_bucket(*board['edges'][-2:])}"
 
 
 def write_leaderboard(folder: Path) -> list[Path]:

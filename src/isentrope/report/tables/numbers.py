@@ -43,3 +43,8 @@ def format_perplexity(x: float) -> str:
 def format_length(n: int) -> str:
     """Format a number of tokens: 4096 as 4k."""
     return f"{n // 1024}k" if n and n % 1024 == 0 else str(n)
+
+
+def format_bucket(low: int, high: int) -> str:
+    """Format a range of positions: 4k–8k."""
+    return f"{format_length(low)}–{format_length(high)}"
