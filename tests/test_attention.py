@@ -12,7 +12,10 @@ from torch.testing import assert_close
 import isentrope as ise
 from isentrope.backends import chunked, sdpa
 from isentrope.core import caching, layout
+from isentrope.dispatch import BACKENDS
+from tests.contract.matrix import CPU_BACKENDS
 from tests.fixtures.memory import Largest
+from tests.fixtures.recipes import TRAINABLE
 
 RECIPES = [
     "plain",
@@ -29,7 +32,7 @@ def tensors(queries=12, keys=12, heads=4, kv_heads=2, d=16, dtype=torch.float32,
     return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked", "dense", "flex"])
+@pytest.mark.parametrize("backend", [*TRAINABLE, "flex"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_order_does_not_matter(recipe, backend):
     q, k, v = tensors()
@@ -44,7 +47,7 @@ def test_memory_order_does_not_matter(recipe, backend):
     assert_close(run(q, k, expanded)[0], run(q, k, expanded.contiguous())[0])
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked", "dense"])
+@pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("recipe", [*RECIPES, "clex:dim=16,train_length=4"])
 def test_autocast_changes_nothing(recipe, backend):
     q, k, v = tensors()
@@ -67,7 +70,7 @@ def test_autocast_with_a_value_size_that_fused_kernels_refuse():
     assert aux.backend == "dense" and out.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("backend", [name for name in CPU_BACKENDS if BACKENDS[name].gradient == "merged"])
 def test_second_derivatives_are_refused_rather_than_wrong(backend):
     q, k, v = tensors(dtype=torch.float64, grad=True)
     out = ise.attention(q, k, v, "rerope:window=4", backend=backend)
@@ -176,7 +179,7 @@ def test_alibi_entropy_at_far_positions():
     assert_close(far, near, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked", "dense", "flex"])
+@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "flex"])
 def test_alibi_slopes_keep_their_digits(backend):
     """Of 12 heads, 4 have slopes that are no powers of two."""
     q = torch.randn(1, 12, 20, 4, dtype=torch.float64)

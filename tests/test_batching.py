@@ -10,9 +10,9 @@ import isentrope as ise
 from isentrope import Recipe, attention
 from tests.fixtures.recipes import (
     EXACT,
-    MASKS,
-    POSITIONS,
-    TEMPERATURES,
+    SMALL_MASKS,
+    SMALL_POSITIONS,
+    SMALL_TEMPERATURES,
     TRAINABLE,
     TRAINED,
     examples,
@@ -24,18 +24,18 @@ from tests.fixtures.recipes import (
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", SMALL_POSITIONS)
 @examples(4)
 @given(
     seeds,
     st.lists(st.integers(1, 20), min_size=2, max_size=2),
     st.booleans(),
     named(TRAINABLE),
-    named(sorted(MASKS)),
+    named(sorted(SMALL_MASKS)),
     named([1.0, 1e20]),
 )
 def test_padding_never_changes_real_rows(position, side, count, seed, lengths, causal, backend, mask, size):
-    recipe = Recipe(None, POSITIONS[position], ise.InfoScale(TRAINED, count=count), MASKS[mask])
+    recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(TRAINED, count=count), SMALL_MASKS[mask])
     q, k, v = qkv(seed)
     real = [slice(0, n) if side == "right" else slice(20 - n, 20) for n in lengths]
     for row, kept in enumerate(real):
@@ -69,11 +69,11 @@ def packings(draw, keys=20):
 
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", SMALL_POSITIONS)
 @examples(5)
-@given(seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(MASKS)), st.booleans())
+@given(seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(SMALL_MASKS)), st.booleans())
 def test_packed_documents_equal_separate_calls(position, count, seed, data, causal, backend, mask, padded):
-    recipe = Recipe(None, POSITIONS[position], ise.InfoScale(4, count=count), MASKS[mask])
+    recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(4, count=count), SMALL_MASKS[mask])
     q, k, v = qkv(seed)
     rows = [data.draw(packings()) for _ in range(2)]
     ids = torch.stack([ids for _, ids in rows])
@@ -90,21 +90,21 @@ def test_packed_documents_equal_separate_calls(position, count, seed, data, caus
 
 
 # angles of dynamic NTK and CLEX, and n = the row's length, change while a row grows: no cache can follow them
-GROWING = {name: p for name, p in POSITIONS.items() if name not in ("ntk-dynamic", "clex")}
+GROWING = {name: p for name, p in SMALL_POSITIONS.items() if name not in ("ntk-dynamic", "clex")}
 
 
 @pytest.mark.parametrize("position", GROWING)
 @examples(6)
 @given(
     seeds,
-    named(sorted(TEMPERATURES)),
-    named(sorted(MASKS)),
+    named(sorted(SMALL_TEMPERATURES)),
+    named(sorted(SMALL_MASKS)),
     named([None, ise.Cosine(8.0)]),
     named([1, 7]),
     named(TRAINABLE),
 )
 def test_decoding_equals_the_full_forward(position, seed, temperature, mask, score, step, backend):
-    recipe = Recipe(score, GROWING[position], TEMPERATURES[temperature], MASKS[mask])
+    recipe = Recipe(score, GROWING[position], SMALL_TEMPERATURES[temperature], SMALL_MASKS[mask])
     q, k, v = qkv(seed)
     full = attention(q, k, v, recipe, causal=True, backend=backend)
     prefill = 6
@@ -120,13 +120,13 @@ def test_decoding_equals_the_full_forward(position, seed, temperature, mask, sco
     seeds,
     st.lists(st.integers(1, 20), min_size=3, max_size=3),
     named(["infoscale", "llama4", "none"]),
-    named(sorted(MASKS)),
+    named(sorted(SMALL_MASKS)),
     named([1, 3]),
     named(TRAINABLE),
 )
 def test_ragged_decoding_equals_the_full_forward(position, seed, lengths, temperature, mask, step, backend):
     """Rows of different lengths in one cache: the queries are each row's last tokens."""
-    recipe = Recipe(None, GROWING[position], TEMPERATURES[temperature], MASKS[mask])
+    recipe = Recipe(None, GROWING[position], SMALL_TEMPERATURES[temperature], SMALL_MASKS[mask])
     q, k, v = qkv(seed, batch=3)
     last = torch.stack([q[row, :, [max(n - step + s, 0) for s in range(step)]] for row, n in enumerate(lengths)])
     out = attention(last, k, v, recipe, causal=True, lengths=lengths, backend=backend)

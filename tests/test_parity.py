@@ -32,6 +32,7 @@ from tests.fixtures.parity import (
     tokens,
     watch_llama,
 )
+from tests.fixtures.recipes import TRAINABLE
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -51,7 +52,7 @@ def test_alibi_attention(heads):
     # BLOOM adds m·j and MPT m·(j - n + 1): in a causal row both differ from -m·(i - j) by a constant
     bloom = build_alibi_tensor(ones, heads, torch.float32).view(2, heads, 1, n)
     mpt = build_mpt_alibi_tensor(heads, n)[None]
-    for backend in ("reference", "sdpa", "chunked", "flex"):
+    for backend in (*TRAINABLE, "flex"):
         out = ise.attention(q, k, v, "alibi", causal=True, backend=backend)
         for bias in (bloom, mpt):
             assert_near(out, eager(q, k, v, causal(n), bias), ATTENTION)

@@ -31,6 +31,7 @@ from tests.fixtures.parity import (
     tokens,
     watch_llama,
 )
+from tests.fixtures.recipes import TRAINABLE
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -130,7 +131,7 @@ def test_rotary_attention(rope_type, head_dim, base, length):
         assert_near(torch.cat((mine[:, 0], mine[:, 0]), -1) * embedding.attention_scaling, theirs, ATTENTION)
 
     expected = eager(*apply_rotary_pos_emb(q, k, cos, sin), v, causal(length))
-    for backend in ("reference", "sdpa", "chunked"):
+    for backend in TRAINABLE:
         out = ise.attention(q, k, v, recipe(base), causal=True, backend=backend)
         assert_near(out, expected, ATTENTION)
 

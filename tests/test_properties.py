@@ -13,13 +13,14 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from isentrope.recipe import KINDS
 from tests.fixtures.oracle import brute, brute_sees, brute_theta
 from tests.fixtures.recipes import (
     CPU,
     EXACT,
-    MASKS,
-    POSITIONS,
-    TEMPERATURES,
+    SMALL_MASKS,
+    SMALL_POSITIONS,
+    SMALL_TEMPERATURES,
     TRAINABLE,
     TRAINED,
     D,
@@ -31,6 +32,12 @@ from tests.fixtures.recipes import (
 )
 
 
+@pytest.mark.parametrize(("kind", "parts"), [("position", SMALL_POSITIONS), ("temperature", SMALL_TEMPERATURES)])
+def test_every_method_has_a_small_example(kind, parts):
+    missing = set(KINDS[kind]) - set(map(type, parts.values()))
+    assert not missing, f"add {missing} to SMALL_{kind.upper()}S of tests/fixtures/recipes.py"
+
+
 def assert_oracle(recipe, seed, queries, causal):
     q, k, v = qkv(seed, batch=1, queries=queries, keys=11)
     out, aux = attention(q, k, v, recipe, causal=causal, backend="reference", return_lse=True, return_entropy=True)
@@ -40,7 +47,7 @@ def assert_oracle(recipe, seed, queries, causal):
     assert_close(aux.entropy, entropy, **EXACT)
 
 
-ORACLE = {name: p for name, p in POSITIONS.items() if name != "clex"} | {
+ORACLE = {name: p for name, p in SMALL_POSITIONS.items() if name != "clex"} | {
     "pi-interleaved": ise.PI(3.0, layout="interleaved"),
     "ntk-interleaved": ise.NTK(3.0, layout="interleaved", rotary_dim=4),
     "yarn-interleaved": ise.YaRN(4.0, 64, layout="interleaved", base=100.0),
@@ -54,30 +61,32 @@ ORACLE = {name: p for name, p in POSITIONS.items() if name != "clex"} | {
 
 @pytest.mark.parametrize("name", ORACLE)
 @examples(12)
-@given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(MASKS)), named([None, ise.Cosine(3.0)]))
+@given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(SMALL_MASKS)), named([None, ise.Cosine(3.0)]))
 def test_reference_is_the_definition_for_every_position(name, seed, queries, causal, mask, score):
-    assert_oracle(Recipe(score, ORACLE[name], None, MASKS[mask]), seed, queries, causal)
+    assert_oracle(Recipe(score, ORACLE[name], None, SMALL_MASKS[mask]), seed, queries, causal)
 
 
-@pytest.mark.parametrize("name", TEMPERATURES)
+@pytest.mark.parametrize("name", SMALL_TEMPERATURES)
 @examples(12)
-@given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(MASKS)), named(["rope", "rerope", "alibi", "none"]))
+@given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(SMALL_MASKS)), named(["rope", "rerope", "alibi", "none"]))
 def test_reference_is_the_definition_for_every_temperature(name, seed, queries, causal, mask, position):
-    assert_oracle(Recipe(None, POSITIONS[position], TEMPERATURES[name], MASKS[mask]), seed, queries, causal)
+    assert_oracle(
+        Recipe(None, SMALL_POSITIONS[position], SMALL_TEMPERATURES[name], SMALL_MASKS[mask]), seed, queries, causal
+    )
 
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
 @examples(12)
-@given(seeds, named([11, 4]), st.booleans(), named(sorted(MASKS)))
+@given(seeds, named([11, 4]), st.booleans(), named(sorted(SMALL_MASKS)))
 def test_reference_is_the_definition_for_every_count(count, seed, queries, causal, mask):
     law = ise.InfoScale(6, count=count)
-    assert_oracle(Recipe(None, POSITIONS["rope"], law, MASKS[mask]), seed, queries, causal)
+    assert_oracle(Recipe(None, SMALL_POSITIONS["rope"], law, SMALL_MASKS[mask]), seed, queries, causal)
 
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
 def test_unclamped_laws_follow_their_formula_from_the_first_query(count):
     """With n = i + 1 the first query of a bidirectional row has n = 1 however many keys it sees: ln 1 = 0."""
-    assert_oracle(Recipe(None, POSITIONS["rope"], ise.LogN(6, clamp=False, count=count)), 0, 11, False)
+    assert_oracle(Recipe(None, SMALL_POSITIONS["rope"], ise.LogN(6, clamp=False, count=count)), 0, 11, False)
 
 
 def test_clex_at_its_start_is_ntk():
@@ -95,9 +104,9 @@ def test_clex_at_its_start_is_ntk():
 recipes = st.builds(
     Recipe,
     named([None, ise.Cosine(8.0)]),
-    named(list(POSITIONS.values())),
-    named(list(TEMPERATURES.values())),
-    named(list(MASKS.values())),
+    named(list(SMALL_POSITIONS.values())),
+    named(list(SMALL_TEMPERATURES.values())),
+    named(list(SMALL_MASKS.values())),
 )
 
 
@@ -143,11 +152,11 @@ def count_visible(recipe, causal, lengths, keys=20):
 
 @pytest.mark.parametrize("backend", TRAINABLE)
 @examples(10)
-@given(seeds, named(["none", "rope", "rerope", "leaky"]), named(sorted(MASKS)), st.booleans())
+@given(seeds, named(["none", "rope", "rerope", "leaky"]), named(sorted(SMALL_MASKS)), st.booleans())
 def test_zero_queries_spread_evenly(backend, seed, position, mask, causal):
     _, k, v = qkv(seed)
     q = torch.zeros(2, 4, 20, D, dtype=torch.float64)
-    recipe = Recipe(None, POSITIONS[position], ise.InfoScale(TRAINED), MASKS[mask])
+    recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(TRAINED), SMALL_MASKS[mask])
     _, aux = attention(q, k, v, recipe, causal=causal, backend=backend, return_entropy=True)
     expected = count_visible(recipe, causal, [20, 20])[:, None].expand(-1, 4, -1).double().log()
     assert_close(aux.entropy, expected, **EXACT)
@@ -234,7 +243,7 @@ def blind_by_distance():
 
 def check_blind(position, how, backend, dtype):
     arguments, blind = how()
-    recipe = Recipe(None, POSITIONS[position], ise.InfoScale(TRAINED))
+    recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(TRAINED))
     q, k, v = (x.requires_grad_(backend != "flex") for x in qkv(3, keys=10, dtype=dtype))
     out, aux = attention(q, k, v, recipe, **arguments, backend=backend, return_lse=True, return_entropy=True)
     blind = blind[:, None].expand(2, 4, 10)
@@ -252,7 +261,7 @@ def check_blind(position, how, backend, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("how", [blind_by_lengths, blind_by_left_padding, blind_by_distance])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", SMALL_POSITIONS)
 def test_a_query_that_sees_nothing_gives_zeros(position, how, backend, dtype):
     check_blind(position, how, backend, dtype)
 

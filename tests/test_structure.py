@@ -18,8 +18,8 @@ from isentrope.dispatch import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "isentrope"
-# a module may import from floors below its own; neighbours on one floor do not know each other
-FLOORS = (
+# a module may import from levels below its own; packages on one level do not import each other
+LEVELS = (
     ("version",),
     ("utils",),
     ("core", "parts"),
@@ -38,7 +38,7 @@ FLOORS = (
     ("report",),
     ("cli", "run", "saved_config", "deprecated"),
 )
-FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_PARAMETERS = 7
 # the public entry point, and signatures that transformers calls
@@ -51,7 +51,7 @@ MANY_PARAMETERS = {
 }
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     """The file or folder directly under the package."""
     return module.split(".")[1] if "." in module else ""
 
@@ -76,17 +76,17 @@ def test_imports_run_downwards(path):
     if own == "__init__":
         return
     for name in imports(path):
-        target = room(name)
-        assert target in FLOOR, f"{path.name} imports {name} from the public surface, not from its module"
-        assert target == own or FLOOR[target] < FLOOR[own], f"{path.name} ({own}) imports {name}"
+        target = package(name)
+        assert target in LEVEL, f"{path.name} imports {name} from the public surface, not from its module"
+        assert target == own or LEVEL[target] < LEVEL[own], f"{path.name} ({own}) imports {name}"
 
 
-def test_every_room_has_a_floor():
-    rooms = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in MODULES} - {"__init__"}
-    assert rooms == set(FLOOR), rooms ^ set(FLOOR)
+def test_every_package_has_a_level():
+    packages = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in MODULES} - {"__init__"}
+    assert packages == set(LEVEL), packages ^ set(LEVEL)
 
 
-def test_backends_are_blind_to_methods_and_to_one_another():
+def test_backends_import_neither_methods_nor_one_another():
     shared = {f"isentrope.backends.{part}" for part in ("protocol", "merge", "product")}
     delegating = {
         "band/backend.py": {"isentrope.backends.sdpa", "isentrope.backends.band.kernel"}
@@ -96,10 +96,10 @@ def test_backends_are_blind_to_methods_and_to_one_another():
         others = {name for name in imports(path) if name.startswith("isentrope.backends")}
         others -= {"isentrope.backends.decode"} if name.startswith("decode/") else set()
         assert others <= shared | delegating.get(name, set()), f"{name} imports {others - shared}"
-        assert {room(name) for name in imports(path)} <= {"backends", "core", "utils"}
+        assert {package(name) for name in imports(path)} <= {"backends", "core", "utils"}
 
 
-def test_every_backend_speaks_the_protocol():
+def test_every_backend_implements_the_protocol():
     modules = {path.stem for path in (SOURCE / "backends").glob("*.py")}
     modules |= {path.parent.name for path in (SOURCE / "backends").glob("*/backend.py")}
     assert set(BACKENDS) == modules - {"__init__", "merge", "padding", "product", "protocol"}
@@ -148,8 +148,8 @@ def test_report_reads_results_without_torch():
     known = {f"isentrope.evaluation.{path.stem}" for path in torchless}
     for path in (*(SOURCE / "report").rglob("*.py"), SOURCE / "evaluation" / "__init__.py", *torchless):
         names = imports(path, on_import=True)
-        assert {room(name) for name in names} <= {"report", "utils", "evaluation"}, path
-        assert {name for name in names if room(name) == "evaluation"} <= known, path
+        assert {package(name) for name in names} <= {"report", "utils", "evaluation"}, path
+        assert {name for name in names if package(name) == "evaluation"} <= known, path
         assert not re.search(r"^(import|from) (torch|transformers)", path.read_text(), re.M), path
 
 

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 import torch
 
 import isentrope as ise
+from isentrope.dispatch import BACKENDS
+
+# backends that are not compared with the reference on a CPU, gradients included, and why; all others are
+NOT_ON_CPU = {
+    "reference": "is what others are compared with",
+    "flex": "has no backward on a CPU: compared without gradients, here and in test_precision.py on a GPU",
+    "decode": "needs Triton and a GPU: compared in test_fast.py",
+    "band": "needs Triton and a GPU: compared in test_fast.py",
+}
+CPU_BACKENDS = tuple(name for name in BACKENDS if name not in NOT_ON_CPU)
 
 WINDOW = 8
 
@@ -56,7 +66,7 @@ CAUSAL = (False, True)
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of one call, and how its rows are laid out: "", "lengths", "left", "documents", "position_ids", "blind"."""
+    """Sizes of one call, and its rows: "", "lengths", "left", "documents", "position_ids" or "no_keys"."""
 
     queries: int
     keys: int
@@ -81,7 +91,7 @@ class Setting:
         match self.rows:
             case "lengths":
                 return {"lengths": short}
-            case "blind":
+            case "no_keys":
                 return {"lengths": torch.tensor([self.keys, 0][: self.batch], device=device)}
             case "left":
                 return {"mask": ise.Padding(short, side="left")}
@@ -103,7 +113,7 @@ SETTINGS = (
     Setting(63, 63, "documents", heads=2, kv_heads=2),
     Setting(50, 50, "left"),
     Setting(63, 63, "position_ids", d=8, dv=40),
-    Setting(33, 33, "blind"),
+    Setting(33, 33, "no_keys"),
     Setting(1, 1, batch=1, heads=1, kv_heads=1),
     Setting(40, 17, heads=3, kv_heads=3),
 )

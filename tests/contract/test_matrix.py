@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+import isentrope as ise
 from isentrope.backends import chunked, sdpa
+from isentrope.dispatch import BACKENDS
+from isentrope.recipe import KINDS
 from tests.contract.matrix import (
     CAUSAL,
+    CPU_BACKENDS,
     MASKS,
     NAMES,
+    NOT_ON_CPU,
     POSITIONS,
     SCORES,
     SETTINGS,
@@ -19,6 +24,24 @@ from tests.contract.matrix import (
     meaningless,
     run,
 )
+
+TURNS = (*CPU_BACKENDS, "sdpa", "chunked")  # twice as often: those that large calls run on
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_every_backend_is_compared(backend):
+    """One that cannot be is listed in `NOT_ON_CPU` of tests/contract/matrix.py, with the file that compares it."""
+    assert NOT_ON_CPU.keys() <= BACKENDS.keys(), "NOT_ON_CPU in tests/contract/matrix.py names a backend that is gone"
+    try:
+        run(ise.Recipe(), SETTINGS[0], False, backend)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        pytest.fail(f"compare {backend!r} elsewhere, and list it in NOT_ON_CPU of tests/contract/matrix.py: {error}")
+
+
+@pytest.mark.parametrize(("kind", "texts"), [("position", POSITIONS), ("temperature", TEMPERATURES)])
+def test_every_method_is_in_the_matrix(kind, texts):
+    missing = {part.name() for part in KINDS[kind]} - {text.partition(":")[0] for text in texts}
+    assert not missing, f"add {missing} to {kind.upper()}S of tests/contract/matrix.py"
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["turns", "whole"])
@@ -46,8 +69,7 @@ def test_backends_agree_with_reference(position, temperature, whole, monkeypatch
                 setting = SETTINGS[turn % len(SETTINGS)]
                 recipe = build(position, temperature, mask, score, setting)
                 reference = run(recipe, setting, causal, "reference")
-                taken = ("sdpa", "chunked", "sdpa", "chunked", "dense")[turn % 5]
-                for backend in ("sdpa", "chunked", "dense") if whole else (taken,):
+                for backend in CPU_BACKENDS if whole else (TURNS[turn % len(TURNS)],):
                     errors = map(difference, run(recipe, setting, causal, backend), reference)
                     worst = {name: e for name, e in zip(NAMES, errors, strict=True) if not e < TOLERANCE}
                     assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
@@ -70,7 +92,7 @@ def test_every_setting(position, setting):
             recipe = build(position, "infoscale:train_length=16", mask, "", setting)
             reference = run(recipe, setting, causal, "reference")
             flex = ("flex",) if (MASKS.index(mask) + causal) % 2 else ()  # the slowest: every mask once
-            for backend in ("sdpa", "chunked", "dense", *flex):
+            for backend in (*CPU_BACKENDS, *flex):
                 gradients = backend != "flex"
                 ours = run(recipe, setting, causal, backend, gradients=gradients)
                 errors = [difference(a, b) for a, b in zip(ours, reference, strict=False)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import isentrope as ise
-from tests.contract.matrix import WINDOW, Setting, build, run
+from tests.contract.matrix import CPU_BACKENDS, WINDOW, Setting, build, run
 from tests.contract.precision import compare, eager
 
 POSITIONS = (
@@ -34,7 +34,7 @@ SETTINGS = (
     Setting(1, 257, d=64, dv=64),
     Setting(257, 257, "left", d=64, dv=64),
     Setting(100, 100, "position_ids", d=64, dv=64),
-    Setting(63, 63, "blind", d=64, dv=64),
+    Setting(63, 63, "no_keys", d=64, dv=64),
 )
 # block-sparse kernels: sizes that reach over several blocks of 128, none of them evenly
 GPU_SETTINGS = (
@@ -44,7 +44,7 @@ GPU_SETTINGS = (
     Setting(1, 257, d=64, dv=64),
     Setting(257, 257, "left", d=64, dv=64),
     Setting(130, 130, "position_ids", d=64, dv=64),
-    Setting(200, 200, "blind", d=64, dv=64),
+    Setting(200, 200, "no_keys", d=64, dv=64),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,7 +83,7 @@ def cases(start=0, step=1):
     return list(enumerate(product(POSITIONS, TEMPERATURES, MASKS, SCORES, (False, True))))[start::step]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpu(backend, dtype):
     for i, (position, temperature, mask, score, causal) in cases(DTYPES.index(dtype), len(DTYPES)):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import isentrope as ise
 from tests.contract import precision
-from tests.contract.matrix import NAMES, TOLERANCE, build, difference, run
+from tests.contract.matrix import CPU_BACKENDS, NAMES, TOLERANCE, build, difference, run
 from tests.contract.precision import Plain
 
-BACKENDS = ("dense", "sdpa", "chunked", "flex")
+BACKENDS = (*CPU_BACKENDS, "flex")
 ROWS = ("", "", "lengths", "left", "documents", "documents+lengths", "documents+left", "positions", "queries", "pair")
 DTYPES = (torch.float64, torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -194,7 +194,7 @@ def check(drawn: Case) -> dict[str, int]:
     except ValueError as error:
         truth, why = None, str(error)
     plain = None if truth is None else by_hand(drawn)
-    for backend in BACKENDS[: 4 if drawn.seed % 8 == 0 else 3]:  # FlexAttention is slow on a CPU
+    for backend in BACKENDS if drawn.seed % 8 == 0 else CPU_BACKENDS:  # FlexAttention is slow on a CPU
         gradients = drawn.gradients and backend != "flex"
         try:
             ours = run(drawn.recipe, drawn, drawn.causal, backend, drawn.dtype, gradients=gradients)

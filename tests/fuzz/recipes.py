@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import isentrope as ise
-from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES
+from tests.contract.matrix import CPU_BACKENDS, MASKS, POSITIONS, SCORES, TEMPERATURES
 
 Mutant = str | dict[Any, Any]
 
@@ -184,7 +184,7 @@ def attend(recipe: ise.Recipe, n: int, causal: bool) -> str:
         truth, exact = ise.attention(*tensors, recipe, causal=causal, backend="reference", return_lse=True)
         if not truth.isfinite().all():
             return f"the reference is not finite at {n} tokens"
-        backend = ("sdpa", "chunked", "dense")[n % 3]
+        backend = CPU_BACKENDS[n % len(CPU_BACKENDS)]
         ours, aux = ise.attention(*tensors, recipe, causal=causal, backend=backend, return_lse=True)
         low = ise.attention(*(x.float() for x in tensors), recipe, causal=causal)
     # a score's rounding is relative to its size, and multiplies a weight: e^{s (1 + eps)}

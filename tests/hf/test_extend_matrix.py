@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import isentrope as ise
 from isentrope.core.region import EVERYTHING, band, first_keys
+from isentrope.hf.rope import get_streaming_window
 from isentrope.masks import Mask, Sink
 from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
 from isentrope.positions.rope import PI, Rotary
@@ -60,8 +61,7 @@ def check(model, recipe):
 
 def streams(recipe):
     """Whether `extend` measures distances inside a cache: StreamingLLM, which test_families compares."""
-    position = recipe.position
-    return type(recipe.mask) is Sink and (position is None or (position.rotates and position.keys_cacheable))
+    return get_streaming_window(recipe.mask, recipe.position) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import isentrope as ise
 from isentrope.models.gau.modeling import gather_positions
 from tests.fixtures.gau import model, tokens
+from tests.fixtures.recipes import TRAINABLE
 
 # the last layer at some positions alone; the training length is 8, so that every method is at work
 SOMEWHERE = {
@@ -79,7 +80,7 @@ def test_some_positions_under_position_ids(recipe, rows):
         assert not torch.equal(gau(tokens(), position_ids=drawn, **given).logits, gau(tokens(), **given).logits)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "dense"])
+@pytest.mark.parametrize("backend", TRAINABLE)
 def test_some_positions_on_every_backend(backend):
     gau = model(recipe=SOMEWHERE["ReRoPE"], max_position_embeddings=8)
     at, mask = somewhere("left")

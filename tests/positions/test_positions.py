@@ -8,6 +8,8 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from tests.contract.matrix import CPU_BACKENDS
+from tests.fixtures.recipes import TRAINABLE
 
 CPU = torch.device("cpu")
 WIDE = torch.float64
@@ -115,7 +117,7 @@ def test_the_two_layouts_differ_by_a_permutation(make, rotary_dim):
 
 # --- near and far -----------------------------------------------------------------------------------------------------
 
-FAR = {
+DISTANCES = {
     # (i, j): the distance at which they meet
     "rerope": (ise.ReRoPE(4), {(5, 5): 0, (8, 5): 3, (9, 5): 4, (20, 5): 4, (5, 8): -3, (5, 9): -4, (5, 20): -4}),
     "leaky": (ise.LeakyReRoPE(4, 2.0), {(8, 5): 3, (9, 5): 4, (11, 5): 5, (20, 5): 9.5, (5, 9): -4, (5, 11): -5}),
@@ -132,9 +134,9 @@ def side(at, index):
     return 0 if at is None else at[0, index].item() if isinstance(at, torch.Tensor) else at
 
 
-@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("name", DISTANCES)
 def test_distances_by_hand(name):
-    position, points = FAR[name]
+    position, points = DISTANCES[name]
     query = key = torch.arange(24)[None]
     for (i, j), expected in points.items():
         met = [
@@ -178,7 +180,7 @@ def test_alibi_is_a_distance_bias_both_ways():
     assert_close(weights[0], torch.softmax(-slopes[:, None, None] * distance, -1))
 
 
-@pytest.mark.parametrize("backend", ["auto", "sdpa", "chunked"])
+@pytest.mark.parametrize("backend", ["auto", *CPU_BACKENDS])
 def test_alibi_bias_is_not_rounded_to_half_precision(backend):
     """At a distance of 400 a bias rounded to bf16 is wrong by up to a half, and a weight by a factor."""
     generator = torch.Generator().manual_seed(0)
@@ -307,7 +309,7 @@ def test_clex_samples_its_training_factor():
     assert [clex.sample(again) for _ in range(60)] == drawn
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
+@pytest.mark.parametrize("backend", TRAINABLE)
 def test_clex_learns(backend):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 12, 8, generator=generator) for _ in range(3))

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
-from tests.fixtures.recipes import EXACT, POSITIONS, TRAINABLE, D, examples, named, qkv, seeds
+from tests.fixtures.recipes import EXACT, SMALL_POSITIONS, TRAINABLE, D, examples, named, qkv, seeds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,7 +22,7 @@ def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype
     assert torch.equal(near, attention(q, k, v, "rope", causal=causal))
 
 
-RELATIVE = [name for name in POSITIONS if name not in ("none", "selfextend")]
+RELATIVE = [name for name in SMALL_POSITIONS if name not in ("none", "selfextend")]
 
 
 @pytest.mark.parametrize("position", RELATIVE)
@@ -31,13 +31,15 @@ RELATIVE = [name for name in POSITIONS if name not in ("none", "selfextend")]
 def test_only_distances_matter(position, seed, shift, causal, backend):
     q, k, v = qkv(seed)
     at = torch.arange(20)
-    plain = attention(q, k, v, Recipe(position=POSITIONS[position]), causal=causal, position_ids=at, backend=backend)
+    plain = attention(
+        q, k, v, Recipe(position=SMALL_POSITIONS[position]), causal=causal, position_ids=at, backend=backend
+    )
     moved = attention(
-        q, k, v, Recipe(position=POSITIONS[position]), causal=causal, position_ids=at + shift, backend=backend
+        q, k, v, Recipe(position=SMALL_POSITIONS[position]), causal=causal, position_ids=at + shift, backend=backend
     )
     # an angle of 3000 is rounded to 5e-13, and so was the largest difference
     assert_close(moved, plain, rtol=0, atol=3e-12)
-    implicit = attention(q, k, v, Recipe(position=POSITIONS[position]), causal=causal, backend=backend)
+    implicit = attention(q, k, v, Recipe(position=SMALL_POSITIONS[position]), causal=causal, backend=backend)
     assert_close(plain, implicit, **EXACT)
 
 

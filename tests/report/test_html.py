@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from isentrope.cli import app
+from isentrope.recipe import KINDS
 from isentrope.report.figures.curves import draw_curves
+from isentrope.report.figures.perplexity import TEMPERATURES
 from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 
@@ -152,3 +154,8 @@ def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path) -> None:
     study(tmp_path)
     (tmp_path / "main" / "figures" / "figures.json").write_text("[]")
     assert "expected captions by file name, got list" in run(tmp_path).output
+
+
+def test_the_figure_of_perplexity_knows_every_temperature() -> None:
+    """It may not import torch, and so keeps their names itself."""
+    assert sorted(TEMPERATURES) == sorted(part.name() for part in KINDS["temperature"])

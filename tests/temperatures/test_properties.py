@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import isentrope as ise
 from isentrope import Recipe, attention
-from tests.fixtures.recipes import POSITIONS, examples, named, qkv, seeds
+from tests.contract.matrix import CPU_BACKENDS
+from tests.fixtures.recipes import SMALL_POSITIONS, examples, named, qkv, seeds
 
 CLAMPED = {
     "softmaxplus": lambda n: ise.SoftmaxPlus(float(n)),
@@ -38,18 +39,20 @@ def test_log_length_is_one_up_to_e():
     assert ise.LogLength().scale(torch.tensor([1, 2]), 64).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLAMPED)
 @examples(6)
-@given(seeds, st.integers(2, 20), named(sorted(POSITIONS)), named(["visible", "sequence", "position"]))
+@given(seeds, st.integers(2, 20), named(sorted(SMALL_POSITIONS)), named(["visible", "sequence", "position"]))
 def test_short_inputs_are_bit_identical(name, dtype, causal, backend, seed, keys, position, count):
     law = CLAMPED[name](20)
     law = type(law)(**{key: getattr(law, key) for key in law.options()} | {"count": count})
     q, k, v = qkv(seed, keys=keys, dtype=dtype)
-    tempered = attention(q, k, v, Recipe(None, POSITIONS[position], law), causal=causal, backend=backend)
-    assert torch.equal(tempered, attention(q, k, v, Recipe(None, POSITIONS[position]), causal=causal, backend=backend))
+    tempered = attention(q, k, v, Recipe(None, SMALL_POSITIONS[position], law), causal=causal, backend=backend)
+    assert torch.equal(
+        tempered, attention(q, k, v, Recipe(None, SMALL_POSITIONS[position]), causal=causal, backend=backend)
+    )
 
 
 # --- laws over n ------------------------------------------------------------------------------------------------------

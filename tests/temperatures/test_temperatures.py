@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from tests.fixtures.recipes import TRAINABLE
 
 
 def tau(law, n, d=128):
@@ -210,7 +211,7 @@ def test_ssmax_shapes_and_values():
     assert law.for_layer(3) is law
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
+@pytest.mark.parametrize("backend", TRAINABLE)
 def test_ssmax_learns_through_every_backend(backend):
     generator = torch.Generator().manual_seed(0)
     q, k, v, target = (torch.randn(2, 2, 12, 8, generator=generator, dtype=torch.float64) for _ in range(4))

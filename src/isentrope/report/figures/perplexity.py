@@ -18,7 +18,8 @@ from isentrope.utils.files import RERUN_REMEDY
 MAX_RATIO_TO_BEST = 1.5  # of the worst buckets: recipes up to here are in the second panel
 MARKERS = "os^D"
 TEMPERATURES = (
-    "infoscale", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted", "ssmax", "constant",
+    "infoscale", "infoscaleexact", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted", "ssmax",
+    "constant",
 )  # fmt: skip
 
 
