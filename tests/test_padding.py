@@ -55,10 +55,10 @@ def results(tensors, recipe, backend, options, gradients, live):
     """Output, lse and entropy of queries that are no padding, and the gradients of a loss over them."""
     inputs = [x.detach().requires_grad_(gradients) for x in tensors]
     out, aux = attention(*inputs, recipe, causal=True, backend=backend, return_lse=True, return_entropy=True, **options)
-    found = [x.masked_fill(~live if x.dim() == 3 else ~live[..., None], 0) for x in (out, aux.lse, aux.entropy)]
+    actual = [x.masked_fill(~live if x.dim() == 3 else ~live[..., None], 0) for x in (out, aux.lse, aux.entropy)]
     if gradients:
-        found += torch.autograd.grad(found[0].square().sum(), inputs)
-    return [x.detach() for x in found]
+        actual += torch.autograd.grad(actual[0].square().sum(), inputs)
+    return [x.detach() for x in actual]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,8 +109,8 @@ def test_padding_is_never_read_in_a_graph(queries):
 def test_padding_is_never_read_under_a_transform():
     options, slots = padded_call("right")
     q, k, v = spoiled(tensors(1), slots, math.nan)
-    found = torch.func.grad(lambda k: attention(q, k, v, "rope", backend="reference", **options).sum())(k)
-    assert found.isfinite().all() and bool((found != 0).any())
+    actual = torch.func.grad(lambda k: attention(q, k, v, "rope", backend="reference", **options).sum())(k)
+    assert actual.isfinite().all() and bool((actual != 0).any())
 
 
 def test_harmless_padding_is_not_copied(monkeypatch):

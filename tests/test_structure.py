@@ -58,16 +58,16 @@ def package(module: str) -> str:
 
 def imports(path: Path, on_import: bool = False) -> set[str]:
     """Modules of the package that a file imports, or imports at once; `from isentrope import x` is `isentrope.x`."""
-    found = set()
+    modules = set()
     tree = ast.parse(path.read_text())
     for node in tree.body if on_import else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
             is_root = node.module == "isentrope"
-            found |= {f"isentrope.{alias.name}" for alias in node.names} if is_root else {node.module}
-    return {name for name in found if name.split(".")[0] == "isentrope"}
+            modules |= {f"isentrope.{alias.name}" for alias in node.names} if is_root else {node.module}
+    return {name for name in modules if name.split(".")[0] == "isentrope"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))

@@ -73,9 +73,9 @@ MODELS = (
 def test_entropies_are_those_of_a_dense_softmax(make):
     model, ids = make(), tokens(2, 50)
     expected = [torch.special.entr(dense(seen)).sum(-1).mean((0, 2)) for seen in watched(model, ids)]
-    found = head_entropies(model, ids)
-    assert len(found) == len(expected) == model.config.num_hidden_layers
-    for a, b in zip(found, expected, strict=True):
+    actual = head_entropies(model, ids)
+    assert len(actual) == len(expected) == model.config.num_hidden_layers
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
     layers = torch.stack([heads.mean() for heads in expected])
     torch.testing.assert_close(layer_entropies(model, ids), layers, atol=2e-5, rtol=2e-5)
@@ -170,8 +170,8 @@ def test_heatmaps_are_the_logarithm_of_dense_attention(make, monkeypatch):
     seen = watched(make(), tokens(1, 50))[-1]
     p = dense(seen)[0]
     window = HeatmapWindow(5, 45, 3, 50)
-    found = weights.log_attention_map(seen, window)
-    _same_logs(found, p.mean(0)[5:45, 3:50])
+    actual = weights.log_attention_map(seen, window)
+    _same_logs(actual, p.mean(0)[5:45, 3:50])
     _same_logs(weights.log_attention_map(seen, window, head=0), p[0, 5:45, 3:50])
     monkeypatch.setattr(weights, "MAX_CELLS", 10)  # four rows and five columns share a cell, fewer at the end
     blocks = [[p.mean(0)[a : min(a + 4, 45), b : min(b + 5, 50)] for b in range(3, 50, 5)] for a in range(5, 45, 4)]
@@ -182,29 +182,29 @@ def test_heatmaps_are_the_logarithm_of_dense_attention(make, monkeypatch):
         weights.log_attention_map(seen, window, pool="sum")
 
 
-def _same_logs(found, expected):
-    assert found.shape == expected.shape
+def _same_logs(actual, expected):
+    assert actual.shape == expected.shape
     seen = expected > 1e-300
-    torch.testing.assert_close(found[seen].double(), expected[seen].log(), atol=2e-3, rtol=1e-4)
-    assert bool((found[~seen] < -600).all())
+    torch.testing.assert_close(actual[seen].double(), expected[seen].log(), atol=2e-3, rtol=1e-4)
+    assert bool((actual[~seen] < -600).all())
 
 
 def test_weights_too_small_for_fp32_are_told_apart():
     seen = watched(gau("cosine:alpha=600"), tokens(1, 50))[-1]
-    found = weights.log_attention_map(seen, HeatmapWindow(0, 50, 0, 50))
-    assert found.isfinite().all() and found.min() < -150
+    actual = weights.log_attention_map(seen, HeatmapWindow(0, 50, 0, 50))
+    assert actual.isfinite().all() and actual.min() < -150
 
 
 def test_scores_before_and_after(monkeypatch):
     seen = watched(gau("rope+infoscale:train_length=8,count=sequence"), tokens(1, 50))[-1]
     q, k = seen.q[0, 0].double(), seen.k[0, 0].double()
-    found, least, largest = weights.score_map(seen.without_position(), HeatmapWindow(0, 50, 0, 50))
+    actual, least, largest = weights.score_map(seen.without_position(), HeatmapWindow(0, 50, 0, 50))
     expected = q @ k.T / 4  # 1/√16, no temperature
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)
     assert (least, largest) == pytest.approx((expected.min().item(), expected.max().item()), rel=1e-4)
     after, _, _ = weights.score_map(seen, HeatmapWindow(0, 50, 0, 50))
-    torch.testing.assert_close(after.diagonal(), found.diagonal(), atol=1e-4, rtol=1e-4)  # distance 0
-    assert not torch.allclose(after, found, atol=0.1)
+    torch.testing.assert_close(after.diagonal(), actual.diagonal(), atol=1e-4, rtol=1e-4)  # distance 0
+    assert not torch.allclose(after, actual, atol=0.1)
     monkeypatch.setattr(weights, "MAX_CELLS", 25)
     pooled, low, high = weights.score_map(seen.without_position(), HeatmapWindow(0, 50, 0, 50))
     torch.testing.assert_close(pooled.double(), expected.view(25, 2, 25, 2).mean((1, 3)), atol=1e-4, rtol=1e-4)
@@ -213,8 +213,8 @@ def test_scores_before_and_after(monkeypatch):
 
 def test_what_is_not_seen_has_no_score():
     seen = watched(llama(), tokens(1, 50))[0]
-    found, least, largest = weights.score_map(seen, HeatmapWindow(0, 10, 20, 30))
-    assert found.isnan().all() and least is None and largest is None
+    actual, least, largest = weights.score_map(seen, HeatmapWindow(0, 10, 20, 30))
+    assert actual.isnan().all() and least is None and largest is None
     assert (weights.log_attention_map(seen, HeatmapWindow(0, 10, 20, 30)) == -torch.inf).all()
     assert weights.uniform_entropy(seen) == pytest.approx(sum(log(n) for n in range(1, 51)) / 50)
 
@@ -359,12 +359,12 @@ def test_the_guide_runs():
 def test_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, row = llama(), tokens(1, 100)[0].tolist()
-    found = looking.inspect(model, row, (32, 100), "rerope:window=16", layer=0)
-    assert not list(tmp_path.iterdir()) and found.path is None and found.recipe == "rerope:window=16"
-    assert [(each["length"], each["layer"]) for each in found.rows] == [(n, i) for n in (32, 64, 100) for i in (0, 1)]
-    assert found.heatmaps["attention"].shape == (100, 100)
+    actual = looking.inspect(model, row, (32, 100), "rerope:window=16", layer=0)
+    assert not list(tmp_path.iterdir()) and actual.path is None and actual.recipe == "rerope:window=16"
+    assert [(each["length"], each["layer"]) for each in actual.rows] == [(n, i) for n in (32, 64, 100) for i in (0, 1)]
+    assert actual.heatmaps["attention"].shape == (100, 100)
     with ise.extended(model, "rerope:window=16"):
         expected = head_entropies(model, torch.tensor([row]))
-    assert [each["entropy"] for each in found.rows[-2:]] == [heads.tolist() for heads in expected]
+    assert [each["entropy"] for each in actual.rows[-2:]] == [heads.tolist() for heads in expected]
     kept = looking.inspect(model, row, (32, 100), out=tmp_path / "out")
-    assert kept.path == tmp_path / "out" / "inspect.json" and kept.recipe != found.recipe
+    assert kept.path == tmp_path / "out" / "inspect.json" and kept.recipe != actual.recipe

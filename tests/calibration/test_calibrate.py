@@ -112,20 +112,22 @@ def test_a_known_optimum_is_found_and_kept(written, tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "PRIOR_SPREAD", 10.0)  # the texts alone shall speak
     model = llama(**SMALL)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = fit_temperature(model, written, CalibrationConfig(64), tmp_path, notify=silent)
-    assert found.chosen == "layer", found.reason
-    tau = np.array(found.recipe.temperature.table)
+    actual = fit_temperature(model, written, CalibrationConfig(64), tmp_path, notify=silent)
+    assert actual.chosen == "layer", actual.reason
+    tau = np.array(actual.recipe.temperature.table)
     np.testing.assert_allclose(tau[:, 0], [[1, 3, 3, 3], [1, 1, 1, 1]], rtol=0.25)
-    at_the_end, far = found.recipe.temperature.for_layer(0).scale(torch.tensor([[[64, 4096]]]), 8)[0, 0]
+    at_the_end, far = actual.recipe.temperature.for_layer(0).scale(torch.tensor([[[64, 4096]]]), 8)[0, 0]
     assert at_the_end == far  # held where no text has shown more
-    by_name = {row["name"]: row["perplexity"] for row in found.data["candidates"]}
+    by_name = {row["name"]: row["perplexity"] for row in actual.data["candidates"]}
     assert len({values[0] for values in by_name.values()}) == 1  # inside the training length nothing changes
     assert by_name["layer"][-1] < by_name["scalar"][-1] < by_name["infoscale"][-1]
     # the model is as it was
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert Recipe.parse((tmp_path / "recipe.txt").read_text()) == found.recipe
-    assert Recipe.from_dict(next(r["recipe"] for r in found.data["candidates"] if r["name"] == "layer")) == found.recipe
-    assert [len(layer["entropy"]) for layer in found.data["entropy"]["after"]] == [4, 4]
+    assert Recipe.parse((tmp_path / "recipe.txt").read_text()) == actual.recipe
+    assert (
+        Recipe.from_dict(next(r["recipe"] for r in actual.data["candidates"] if r["name"] == "layer")) == actual.recipe
+    )
+    assert [len(layer["entropy"]) for layer in actual.data["entropy"]["after"]] == [4, 4]
 
 
 @pytest.mark.parametrize("recipe", ["plain", "rerope:window=8", "yarn:factor=4"])
@@ -138,9 +140,9 @@ def test_inside_the_training_length_nothing_changes(recipe):
             short, long = model(ids[:, :64]).logits, model(ids).logits
         with ise.extended(model, replace(base, temperature=law)):
             assert torch.equal(model(ids[:, :64]).logits, short)
-            found = model(ids).logits
-    torch.testing.assert_close(found[:, :64], long[:, :64])
-    assert (found[:, 64:] - long[:, 64:]).abs().amax() > 1e-3
+            actual = model(ids).logits
+    torch.testing.assert_close(actual[:, :64], long[:, :64])
+    assert (actual[:, 64:] - long[:, 64:]).abs().amax() > 1e-3
 
 
 def test_little_text_moves_a_law_little(written):
@@ -170,8 +172,8 @@ def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
-    found = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
-    assert found.data["candidates"] == whole.data["candidates"] and found.reason == whole.reason
+    actual = fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
+    assert actual.data["candidates"] == whole.data["candidates"] and actual.reason == whole.reason
     done = sum(len(fit["losses"]) for fit in whole.data["fits"].values())
     assert count == done + 2
     fit_temperature(llama(**SMALL), texts(), CONFIG, tmp_path / "cut", notify=silent)
@@ -193,16 +195,16 @@ def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(descent, "loss_and_gradient", slow)
 
-    def found(budget, **options):
+    def fit(budget, **options):
         config = CalibrationConfig(64, "rerope:window=8", budget=parse_seconds(budget), **options)
         return fit_temperature(llama(**SMALL), texts(), config, tmp_path, notify=silent)
 
-    assert found("1s", levels=()).data["fits"] == {}
-    first = found("2m", levels=("scalar",))
+    assert fit("1s", levels=()).data["fits"] == {}
+    first = fit("2m", levels=("scalar",))
     assert first.data["fits"]["scalar"]["ended"] == "budget"
     assert len(first.data["fits"]["scalar"]["losses"]) == 2
-    assert found("2m", levels=("scalar",)).data["fits"]["scalar"]["losses"] == first.data["fits"]["scalar"]["losses"]
-    then = found("2h", levels=("scalar",)).data["fits"]["scalar"]
+    assert fit("2m", levels=("scalar",)).data["fits"]["scalar"]["losses"] == first.data["fits"]["scalar"]["losses"]
+    then = fit("2h", levels=("scalar",)).data["fits"]["scalar"]
     assert then["ended"] == "converged" and then["losses"][:2] == first.data["fits"]["scalar"]["losses"]
 
 
@@ -225,8 +227,8 @@ def test_a_level_begins_anew_where_the_one_before_has_moved_on(tmp_path, monkeyp
     monkeypatch.setattr(study, "fit_law", watched)
     for budget in ("4m", "2h"):
         config = replace(CONFIG, levels=("scalar", "layer"), budget=parse_seconds(budget))
-        found = fit_temperature(llama(**SMALL), texts(), config, tmp_path, notify=silent)
-    assert [fit["ended"] for fit in found.data["fits"].values()] == ["converged", "converged"]
+        actual = fit_temperature(llama(**SMALL), texts(), config, tmp_path, notify=silent)
+    assert [fit["ended"] for fit in actual.data["fits"].values()] == ["converged", "converged"]
     (_, none), (first, _), (again, kept), (then, dropped) = begun
     assert none is None and kept == again and dropped is None and then != first
 
@@ -237,19 +239,19 @@ def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
         return "converged"
 
     monkeypatch.setattr(study, "fit_law", bad)
-    found = fit_temperature(llama(**SMALL), written, CalibrationConfig(64), notify=silent)
-    assert found.chosen in ("none", "infoscale", "logn")
-    assert found.reason.startswith("no fitted law is clearly better than") and found.reason.endswith("is kept")
-    rows = {row["name"]: row["perplexity"][-1] for row in found.data["candidates"]}
-    assert rows[found.chosen] <= rows["infoscale"] < rows["scalar"]
+    actual = fit_temperature(llama(**SMALL), written, CalibrationConfig(64), notify=silent)
+    assert actual.chosen in ("none", "infoscale", "logn")
+    assert actual.reason.startswith("no fitted law is clearly better than") and actual.reason.endswith("is kept")
+    rows = {row["name"]: row["perplexity"][-1] for row in actual.data["candidates"]}
+    assert rows[actual.chosen] <= rows["infoscale"] < rows["scalar"]
 
 
 def test_the_best_of_several_recipes_gets_the_temperature():
     config = CalibrationConfig(64, "rerope:window={window}", windows=(4, 12), levels=("scalar",))
-    found = fit_temperature(llama(**SMALL), texts(), config, notify=silent)
-    tried = {row["recipe"]: row["loss"] for row in found.data["tried"]}
+    actual = fit_temperature(llama(**SMALL), texts(), config, notify=silent)
+    tried = {row["recipe"]: row["loss"] for row in actual.data["tried"]}
     assert list(tried) == ["rerope:window=4", "rerope:window=12"]
-    assert found.data["recipe"] == min(tried, key=tried.get)
+    assert actual.data["recipe"] == min(tried, key=tried.get)
 
 
 NOISE = np.array([0.01, -0.01, 0.02, -0.02, 0.005])
@@ -271,8 +273,8 @@ def test_the_simplest_law_wins_ties_and_none_is_worse_than_infoscale(changes, ch
     documents = np.array([1.0, 2.0, 3.0, 1.5, 2.5])  # differ more than laws do
     known = {"none": 0.2, "infoscale": 0.0, "logn": 0.1}
     losses = {name: documents + change for name, change in (known | changes).items()}
-    found, why = select_law(losses)
-    assert found == chosen and reason in why
+    actual, why = select_law(losses)
+    assert actual == chosen and reason in why
 
 
 def test_halves_are_the_same_for_the_same_texts_and_copies_count_once():
@@ -358,11 +360,11 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
 def test_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = tokens(4, 64).tolist()
-    found = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",))
-    assert not list(tmp_path.iterdir()) and found.path is None
-    assert [row["name"] for row in found.rows] == ["none", "infoscale", "logn", "scalar"]
+    actual = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",))
+    assert not list(tmp_path.iterdir()) and actual.path is None
+    assert [row["name"] for row in actual.rows] == ["none", "infoscale", "logn", "scalar"]
     kept = calibrate(llama(**SMALL), rows, 64, "rerope:window=8", levels=("scalar",), out=tmp_path / "out")
-    assert kept.recipe == found.recipe and kept.path == tmp_path / "out" / "calibrate.json"
-    assert Recipe.parse((tmp_path / "out" / "recipe.txt").read_text()) == found.recipe
+    assert kept.recipe == actual.recipe and kept.path == tmp_path / "out" / "calibrate.json"
+    assert Recipe.parse((tmp_path / "out" / "recipe.txt").read_text()) == actual.recipe
     with pytest.raises(TypeError, match="level"):
         calibrate(llama(**SMALL), rows, 64, level="scalar")

@@ -48,8 +48,8 @@ NARROW = Setting(130, 130, batch=1, heads=6, kv_heads=3, d=64, dv=32)
 LARGE = Setting(600, 600, batch=1, heads=6, kv_heads=1, d=128, dv=128)
 
 
-def error(found, truth):
-    return ((found.double() - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item()
+def error(actual, truth):
+    return ((actual.double() - truth).abs().max() / truth.abs().max().clamp_min(1e-3)).item()
 
 
 def recipe_of(text, device="cpu"):
@@ -61,15 +61,15 @@ def recipe_of(text, device="cpu"):
 def check_gradients(text, setting, causal, dtype, device, backend):
     q, k, v = setting.tensors(dtype, device)
     recipe = recipe_of(text, device)
-    found, exact = [], []
-    for kind, name, results in ((dtype, backend, found), (torch.float64, "reference", exact)):
+    actual, exact = [], []
+    for kind, name, results in ((dtype, backend, actual), (torch.float64, "reference", exact)):
         inputs = [x.detach().to(kind).requires_grad_() for x in (q, k, v)]
         out, aux = attention(*inputs, recipe, causal=causal, backend=name, return_lse=True)
         weights = torch.linspace(0.5, 1.5, out.numel(), device=device, dtype=torch.float64).view_as(out)
         (out.double() * weights).sum().backward()
         results += [out.detach(), aux.lse.detach(), *(x.grad for x in inputs)]
     near = 1e-4 if dtype == torch.float32 else 2e-2
-    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, exact, strict=True):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, exact, strict=True):
         assert error(a, b) < (near if name in ("out", "lse") else 2 * near), name
 
 
@@ -122,9 +122,9 @@ def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
                 far = layout.visible(Region((plan.far_span,))).view(1, queries, keys)
                 seen[plan.far_branch] = seen.get(plan.far_branch, False) | far
             assert seen.keys() == set(range(len(regions)))
-            for n, found in seen.items():
+            for n, actual in seen.items():
                 truth = layout.visible(regions[n]).view(queries, keys)
-                assert torch.equal(found.view(queries, keys), truth), (text, causal)
+                assert torch.equal(actual.view(queries, keys), truth), (text, causal)
             cuts += 1
     assert cuts >= (8 if queries == keys else 4)
 
@@ -134,10 +134,10 @@ def check_band(text, causal, setting, dtype, device):
     recipe = recipe_of(text, device)
     given = {"causal": causal, "return_lse": True, "return_entropy": True}
     with torch.no_grad():
-        found, aux = attention(q, k, v, recipe, backend="band", **given)
+        actual, aux = attention(q, k, v, recipe, backend="band", **given)
         truth, exact = attention(q.double(), k.double(), v.double(), recipe, backend="reference", **given)
     bound = 5e-5 if dtype == torch.float32 else 2e-2
-    assert error(found, truth) < bound and error(aux.lse, exact.lse) < bound
+    assert error(actual, truth) < bound and error(aux.lse, exact.lse) < bound
     assert (aux.entropy - exact.entropy).abs().max() < (1e-3 if dtype == torch.float32 else 0.3)
 
 
@@ -171,9 +171,9 @@ def check_memory_order(dtype, device):
     every = [vectors(*kind) for kind in ((2, 64), (2, 67, 1), (1, 67, 1), (1, 64), (2, 68), (2, 72, 1))]
     for k, v in zip(every, (*every[1:], every[0]), strict=True):
         with torch.no_grad():
-            found = attention(q, k, v, "window:size=9", causal=True, backend="band")
+            actual = attention(q, k, v, "window:size=9", causal=True, backend="band")
             truth = attention(q.double(), k.double(), v.double(), "window:size=9", causal=True, backend="reference")
-        assert error(found, truth) < (5e-5 if dtype == torch.float32 else 2e-2)
+        assert error(actual, truth) < (5e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
@@ -238,10 +238,10 @@ def check_decoding(text, rows, dtype, device):
     recipe = recipe_of(text, device)
     given = {"causal": True, "return_lse": True, "return_entropy": True} | setting.arguments(device)
     with torch.no_grad():
-        found, aux = attention(q, k, v, recipe, backend="decode", **given)
+        actual, aux = attention(q, k, v, recipe, backend="decode", **given)
         truth, exact = attention(q.double(), k.double(), v.double(), recipe, backend="reference", **given)
     bound = 5e-5 if dtype == torch.float32 else 2e-2
-    assert error(found, truth) < bound and error(aux.lse, exact.lse) < bound
+    assert error(actual, truth) < bound and error(aux.lse, exact.lse) < bound
     assert (aux.entropy - exact.entropy).abs().max() < (1e-3 if dtype == torch.float32 else 0.3)
     assert aux.backend == "decode"
 
@@ -335,8 +335,8 @@ def test_interpreted_bands_without_far_keys_take_all_heads_at_once(monkeypatch):
     monkeypatch.setattr(dispatch, "MAX_BRANCHED_Q_ELEMENTS", q.numel() // 3)
     monkeypatch.setattr(dispatch, "_run_by_heads", lambda *given: pytest.fail("a few heads at a time"))
     with torch.no_grad():
-        found, aux = attention(q, k, v, text, causal=True, return_lse=True)
-    assert aux.backend == "band" and error(found, truth) < 5e-5
+        actual, aux = attention(q, k, v, text, causal=True, return_lse=True)
+    assert aux.backend == "band" and error(actual, truth) < 5e-5
 
 
 @interprets
@@ -346,8 +346,8 @@ def test_interpreted_bands_have_a_key_for_every_query_and_decoding_takes_no_rows
         attention(q, k, v, "rope+window:size=3", causal=True, backend="band")
     with torch.no_grad():
         assert attention(q[:0, :, :1], k[:0], v[:0], "rope", causal=True, backend="decode").shape == (0, 6, 1, 64)
-        found = attention(q[:0, :, :17], k[:0], v[:0], "rope+window:size=3", causal=True, backend="band")
-        assert found.shape == (0, 6, 17, 64)
+        actual = attention(q[:0, :, :17], k[:0], v[:0], "rope+window:size=3", causal=True, backend="band")
+        assert actual.shape == (0, 6, 17, 64)
 
 
 @interprets

@@ -10,12 +10,12 @@ from isentrope.core.region import Span
 
 def pairs(span, queries, keys):
     """Slots of queries and keys that see each other; queries are the last of the keys."""
-    found = set()
+    inside = set()
     for i, j in product(range(queries), range(keys)):
         distance = j - (keys - queries + i)
         if span.start <= j < span.stop and span.low <= distance < span.high:
-            found.add((i, j))
-    return found
+            inside.add((i, j))
+    return inside
 
 
 def test_a_span_is_a_band():
@@ -33,11 +33,11 @@ def test_a_span_is_a_band():
             assert not truth, span
             continue
         ahead = (band.end - band.begin) - (band.last - band.first)
-        found = {
+        inside = {
             (band.first + r, band.begin + c)
             for r, c in product(range(band.last - band.first), range(band.end - band.begin))
             if -band.left <= c - (r + ahead) <= band.right
         }
-        assert found == truth, (span, queries, keys)
+        assert inside == truth, (span, queries, keys)
         assert {i for i, _ in truth} == set(range(band.first, band.last)), "every query of a band sees a key"
         assert band.full == (len(truth) == (band.last - band.first) * (band.end - band.begin))

@@ -12,9 +12,9 @@ from isentrope.data.batches import MaskedBatches
 from tests.fixtures.documents import FIRST, MASK, ORDINARY, TEN, documents
 
 
-def batches(found=TEN, **options):
+def batches(texts=TEN, **options):
     common = {"length": 40, "size": 4, "seed": 7, "mask_token": MASK, "replacement_tokens": ORDINARY}
-    return MaskedBatches(found, **(common | options))
+    return MaskedBatches(texts, **(common | options))
 
 
 def whole(batch):
@@ -54,23 +54,23 @@ def test_shapes():
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 25])
 def test_an_epoch_takes_every_document_once(size):
-    found = batches(size=size)
-    taken = np.concatenate([found.document_indices(step) for step in range(-(-100 // size))])[:100]
+    sampler = batches(size=size)
+    taken = np.concatenate([sampler.document_indices(step) for step in range(-(-100 // size))])[:100]
     assert (np.sort(taken.reshape(10, 10)) == np.arange(10)).all()
-    assert found.steps_per_epoch == 10 / size
+    assert sampler.steps_per_epoch == 10 / size
 
 
 def test_every_epoch_takes_them_in_another_order():
-    found = batches(size=10)
-    orders = {tuple(found.document_indices(epoch).tolist()) for epoch in range(50)}
+    sampler = batches(size=10)
+    orders = {tuple(sampler.document_indices(epoch).tolist()) for epoch in range(50)}
     assert len(orders) == 50
     assert not orders & {tuple(batches(size=10, seed=8).document_indices(epoch).tolist()) for epoch in range(50)}
 
 
 def test_crops_lie_in_the_documents_that_the_step_takes():
-    found = batches()
+    sampler = batches()
     for step in range(100):
-        crops, members = whole(found[step]), found.document_indices(step)
+        crops, members = whole(sampler[step]), sampler.document_indices(step)
         begins = crops[:, 0].numpy() - FIRST * (members + 1)
         assert (crops.diff(dim=1) == 1).all()
         assert (begins >= 0).all() and (begins + 40 <= TEN.lengths[members]).all()
@@ -78,9 +78,9 @@ def test_crops_lie_in_the_documents_that_the_step_takes():
 
 def test_random_crops_are_spread_over_their_document_and_first_ones_begin_it():
     begins = {crop: [] for crop in ("random", "first")}
-    for crop, found in begins.items():
+    for crop, firsts in begins.items():
         drawn = batches(documents(139), size=50, crop=crop)
-        found += [whole(drawn[step])[:, 0] - FIRST for step in range(100)]
+        firsts += [whole(drawn[step])[:, 0] - FIRST for step in range(100)]
     counts = torch.bincount(torch.cat(begins["random"]))
     assert len(counts) == 100 and not torch.cat(begins["first"]).any()
     # χ² of 99 degrees of freedom: its mean is 99, its standard deviation √198
@@ -89,27 +89,27 @@ def test_random_crops_are_spread_over_their_document_and_first_ones_begin_it():
 
 @pytest.mark.parametrize(("share", "length", "count"), [(0.15, 40, 6), (0.15, 16, 2), (0.5, 7, 4), (0.01, 8, 1)])
 def test_a_row_has_its_share_of_predictions_each_once_and_in_order(share, length, count):
-    found = batches(length=length, share=share)
+    sampler = batches(length=length, share=share)
     for step in range(30):
-        at = found[step]["at"]
+        at = sampler[step]["at"]
         assert at.shape == (4, count) and (at.diff(dim=1) > 0).all()
         assert (at >= 0).all() and (at < length).all()
 
 
 def test_labels_are_what_was_there_and_only_predictions_are_touched():
-    found = batches(documents(40, 40, 40, 40), crop="first")
+    sampler = batches(documents(40, 40, 40, 40), crop="first")
     for step in range(30):
-        batch = found[step]
+        batch = sampler[step]
         original = torch.from_numpy(
-            np.stack([found.documents[i] for i in found.document_indices(step)]).astype(np.int64)
+            np.stack([sampler.documents[i] for i in sampler.document_indices(step)]).astype(np.int64)
         )
         assert torch.equal(batch["labels"], original.gather(1, batch["at"]))
         assert torch.equal(whole(batch), original)
 
 
 def test_of_the_predictions_eight_tenths_are_masked_one_replaced_and_one_kept():
-    found, steps = batches(size=64), 100
-    drawn = [found[step] for step in range(steps)]
+    sampler, steps = batches(size=64), 100
+    drawn = [sampler[step] for step in range(steps)]
     shown = torch.cat([batch["input_ids"].gather(1, batch["at"]) for batch in drawn])
     labels = torch.cat([batch["labels"] for batch in drawn])
     masked, kept = shown == MASK, shown == labels
@@ -120,17 +120,17 @@ def test_of_the_predictions_eight_tenths_are_masked_one_replaced_and_one_kept():
 
 
 def test_every_place_of_a_crop_is_predicted_as_often():
-    found, steps = batches(size=64), 100
-    counts = torch.bincount(torch.cat([found[step]["at"].flatten() for step in range(steps)]), minlength=40)
+    sampler, steps = batches(size=64), 100
+    counts = torch.bincount(torch.cat([sampler[step]["at"].flatten() for step in range(steps)]), minlength=40)
     assert (counts / (64 * steps) - 0.15).abs().max() < 4 * sqrt(0.15 * 0.85 / (64 * steps))
 
 
 def test_masks_and_noise_are_drawn_anew_each_epoch():
-    found = batches(documents(*[40] * 10), size=10, crop="first")
+    sampler = batches(documents(*[40] * 10), size=10, crop="first")
     rows = {}
     for epoch in range(8):
-        batch = found[epoch]
-        for row, document in enumerate(found.document_indices(epoch).tolist()):
+        batch = sampler[epoch]
+        for row, document in enumerate(sampler.document_indices(epoch).tolist()):
             rows.setdefault(document, []).append((tuple(batch["at"][row].tolist()), int(batch["noise"][row])))
     for of_one in rows.values():
         places, noise = zip(*of_one, strict=True)
@@ -139,8 +139,8 @@ def test_masks_and_noise_are_drawn_anew_each_epoch():
 
 
 def test_pose_positions_increase_stay_below_their_target_and_differ():
-    found = batches(pose=128)
-    drawn = torch.stack([found[step]["position_ids"] for step in range(100)])
+    sampler = batches(pose=128)
+    drawn = torch.stack([sampler[step]["position_ids"] for step in range(100)])
     assert (drawn.diff(dim=-1) >= 1).all() and not drawn[..., 0].any()
     assert 120 < drawn.max() < 128
     assert len({tuple(row.tolist()) for row in drawn.flatten(0, 1)}) > 350

@@ -31,11 +31,11 @@ def test_every_kind_plain_and_compressed(tmp_path, ending, opener):
     for name, content in contents.items():
         with opener(tmp_path / (name + ending), "wt", encoding="utf-8") as file:
             file.write(content)
-    found = list(read_documents([tmp_path / (name + ending) for name in contents]))
+    actual = list(read_documents([tmp_path / (name + ending) for name in contents]))
     texts = ["plain ½", "one", None, "ACGTAC", "GG", "TT", "two", "three", '{"a": 1}', "four", "five", "// five\n[6]"]
-    assert [document.text for document in found] == texts
-    assert [document.name for document in found[1:]][:4] == ["x", f"b.jsonl{ending}:3", "chr1", "chr2"]
-    assert found[2].tokens == (1, 2)
+    assert [document.text for document in actual] == texts
+    assert [document.name for document in actual[1:]][:4] == ["x", f"b.jsonl{ending}:3", "chr1", "chr2"]
+    assert actual[2].tokens == (1, 2)
 
 
 def test_parquet(tmp_path):
@@ -62,8 +62,8 @@ def test_a_broken_line_is_named_and_skipped_if_asked(tmp_path, caplog, name, con
     with pytest.raises(CorpusError, match=message):
         list(read_documents([path]))
     with caplog.at_level(logging.WARNING):
-        found = list(read_documents([path], skip_broken=True))
-    assert [document.text for document in found] == ["one", "two"]
+        actual = list(read_documents([path], skip_broken=True))
+    assert [document.text for document in actual] == ["one", "two"]
     assert f"{name}:2" in caplog.text
 
 
@@ -94,10 +94,10 @@ def test_hashes_are_of_content():
 
 
 def test_sympy_is_the_same_everywhere(monkeypatch):
-    found = read_sympy_documents()
-    assert len(found) == 550 and sum(len(document.text) for document in found) == 16_148_451
-    assert all(len(document.text) > 4096 and "/tests/" not in document.name for document in found)
-    assert {"polys", "physics", "core"} <= {document.group for document in found}
+    actual = read_sympy_documents()
+    assert len(actual) == 550 and sum(len(document.text) for document in actual) == 16_148_451
+    assert all(len(document.text) > 4096 and "/tests/" not in document.name for document in actual)
+    assert {"polys", "physics", "core"} <= {document.group for document in actual}
     monkeypatch.setattr(corpus, "SYMPY_SHA256", "0" * 64)
     with pytest.raises(CorpusError, match=r"sympy==1\.14\.0"):
         read_sympy_documents()
@@ -121,8 +121,8 @@ def test_a_wrong_byte_breaks_its_own_line_and_no_other(tmp_path, caplog, ending)
         list(read_documents([path]))
     assert str(caught.value).startswith(f"{path}:5: ")
     with caplog.at_level(logging.WARNING):
-        found = [document.text for document in read_documents([path], skip_broken=True)]
-    assert found == ["1", "2", "3", "4", "6", "7", "8"]
+        actual = [document.text for document in read_documents([path], skip_broken=True)]
+    assert actual == ["1", "2", "3", "4", "6", "7", "8"]
     assert len(caplog.messages) == 1 and f"{path}:5:" in caplog.messages[0]
 
 
@@ -164,5 +164,5 @@ def test_a_wrong_byte_breaks_its_record(tmp_path):
     path = lines(tmp_path / "a.fasta", b">x", b"AC", b">y", b"AC", b"\xff", b"GT", b">z", b"GG")
     with pytest.raises(CorpusError, match=":5: expected UTF-8"):
         list(read_documents([path]))
-    found = [(document.name, document.text) for document in read_documents([path], skip_broken=True)]
-    assert found == [("x", "AC"), ("z", "GG")]
+    actual = [(document.name, document.text) for document in read_documents([path], skip_broken=True)]
+    assert actual == [("x", "AC"), ("z", "GG")]

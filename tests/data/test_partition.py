@@ -53,15 +53,15 @@ def test_signatures_estimate_jaccard(every):
 def test_near_duplicates_are_found_and_others_are_not():
     originals = [tokens(3000, seed=seed) for seed in range(40)]
     documents = [*originals, changed(originals[3], 60), changed(originals[3], 75), originals[7][:-200], originals[9]]
-    found = cluster_near_duplicates(np.stack([compute_signature(document) for document in documents]))
+    actual = cluster_near_duplicates(np.stack([compute_signature(document) for document in documents]))
     expected = np.arange(44)
     expected[[40, 41, 42, 43]] = 3, 3, 7, 9
-    assert found.tolist() == expected.tolist()
+    assert actual.tolist() == expected.tolist()
 
 
 def test_many_copies_cost_no_square_and_are_one_cluster():
-    found = cluster_near_duplicates(np.tile(compute_signature(tokens(500)), (3000, 1)))
-    assert not found.any()
+    actual = cluster_near_duplicates(np.tile(compute_signature(tokens(500)), (3000, 1)))
+    assert not actual.any()
     assert (
         len(duplicates._candidate_pairs(np.tile(compute_signature(tokens(500)), (3000, 1))))
         <= 3000 * duplicates.MAX_COMPARED
@@ -203,15 +203,15 @@ def test_documents_that_are_all_alike_are_one_cluster():
 
 def test_components_are_centred_and_of_variance_one():
     features, _ = blobs()
-    found = principal_components(features)
-    np.testing.assert_allclose(found.mean(0), 0, atol=1e-9)
-    np.testing.assert_allclose(found.std(0), 1)
+    actual = principal_components(features)
+    np.testing.assert_allclose(actual.mean(0), 0, atol=1e-9)
+    np.testing.assert_allclose(actual.std(0), 1)
 
 
 def test_bigrams_are_shares_of_pairs():
     document = np.array([1, 2, 1, 2, 3], np.int32)
-    found = bigram_features(document)
-    assert found.shape == (768,) and (found**2).sum() == pytest.approx(1)
-    assert sorted(np.round(found[found > 0] ** 2, 6)) == [0.25, 0.25, 0.5]
-    assert not np.array_equal(found, bigram_features(document[::-1]))
+    actual = bigram_features(document)
+    assert actual.shape == (768,) and (actual**2).sum() == pytest.approx(1)
+    assert sorted(np.round(actual[actual > 0] ** 2, 6)) == [0.25, 0.25, 0.5]
+    assert not np.array_equal(actual, bigram_features(document[::-1]))
     assert not bigram_features(document[:1]).any()

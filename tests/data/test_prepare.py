@@ -76,10 +76,10 @@ def test_the_manifest_says_what_was_done(laws, done):
     statistics, rows = data["statistics"], data["documents"]
     for name, count in Counter(row["set"] for row in rows).items():
         lengths = [row["tokens"] for row in rows if row["set"] == name]
-        found = statistics[name]
-        assert (found["documents"], found["tokens"]) == (count, sum(lengths))
-        assert (found["min"], found["max"]) == (min(lengths), max(lengths))
-        assert found["mean"] == pytest.approx(np.mean(lengths))
+        actual = statistics[name]
+        assert (actual["documents"], actual["tokens"]) == (count, sum(lengths))
+        assert (actual["min"], actual["max"]) == (min(lengths), max(lengths))
+        assert actual["mean"] == pytest.approx(np.mean(lengths))
     assert statistics["train"]["documents"] == 80 and statistics["test"]["documents"] == 4
 
 
@@ -114,13 +114,13 @@ def test_what_training_reads(laws, done):
     texts = {document.name: document.text for document in Source(str(laws)).documents()}
     names = set()
     for which, count in (("train", 80), ("validation", None), ("test", 4)):
-        found = prepared.documents(which)
-        assert len(found) == len(found.names) == len(found.starts) == len(found.lengths)
-        assert count in (None, len(found)) and not names & set(found.names)
-        names |= set(found.names)
-        for i in (0, len(found) - 1):
-            assert tokenizer.decode(found[i].tolist()) == texts[found.names[i]]
-            assert np.array_equal(found[i], found.ids[found.starts[i] :][: found.lengths[i]])
+        actual = prepared.documents(which)
+        assert len(actual) == len(actual.names) == len(actual.starts) == len(actual.lengths)
+        assert count in (None, len(actual)) and not names & set(actual.names)
+        names |= set(actual.names)
+        for i in (0, len(actual) - 1):
+            assert tokenizer.decode(actual[i].tolist()) == texts[actual.names[i]]
+            assert np.array_equal(actual[i], actual.ids[actual.starts[i] :][: actual.lengths[i]])
     with pytest.raises(ValueError, match="set_name: expected one of train, validation, test, got 'left out'"):
         prepared.documents("left out")
 
@@ -209,16 +209,16 @@ def test_hidden_states_are_means_over_chunks(done, tmp_path):
         parts = [torch.tensor(document[:4096][at : at + 512][None]) for at in range(0, min(length, 4096), 512)]
         with torch.no_grad():
             expected = torch.cat([model(input_ids=part).last_hidden_state[0] for part in parts]).mean(0)
-        (found,) = mean_hidden_states(str(tmp_path), [document], tokenizer, "cpu")
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+        (actual,) = mean_hidden_states(str(tmp_path), [document], tokenizer, "cpu")
+        np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
     # a model with another vocabulary reads the text; one without a tokenizer and with too few tokens is refused
     other = build_character_tokenizer(["".join(reversed(WORDS))])
     other.save_pretrained(tmp_path)
     text_ids = torch.tensor([other(tokenizer.decode(ids[:100].tolist()), add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
         expected = model(input_ids=text_ids).last_hidden_state[0].mean(0)
-    (found,) = mean_hidden_states(str(tmp_path), [ids[:100]], tokenizer, "cpu")
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    (actual,) = mean_hidden_states(str(tmp_path), [ids[:100]], tokenizer, "cpu")
+    np.testing.assert_allclose(actual, expected.numpy(), atol=1e-5)
     small = models.GAUAlphaConfig(vocab_size=6, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     models.GAUAlphaModel(small).save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match=r"features: expected a model of \d+ tokens or more, got 6"):

@@ -39,8 +39,8 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_sympy():
-    found = list(Source("sympy", limit=3).documents())
-    assert found == read_sympy_documents()[:3] and found[0].group is not None
+    actual = list(Source("sympy", limit=3).documents())
+    assert actual == read_sympy_documents()[:3] and actual[0].group is not None
 
 
 def test_files_folders_and_globs(tmp_path, caplog):
@@ -128,9 +128,9 @@ def test_fingerprints_are_of_content_names_and_options(tmp_path):
 
 def test_a_hub_data_set_and_its_parts(hub):
     laws = Source(f"hub:{hub}", subset="laws")
-    found = list(laws.documents())
-    assert [document.text for document in found] == ["law 0", "law 1", "law 2"]
-    assert found[1].name == "law-1" and found[1].group == "g"
+    actual = list(laws.documents())
+    assert [document.text for document in actual] == ["law 0", "law 1", "law 2"]
+    assert actual[1].name == "law-1" and actual[1].group == "g"
     patents = Source(f"hub:{hub}", subset="patents")
     assert texts(patents) == ["patent 0", "patent 1", "patent 2"]
     assert texts(Source(f"hub:{hub}", subset="patents", limit=1)) == ["patent 0"]

@@ -17,14 +17,14 @@ RECIPES = ["rerope:window=16", "sink:sinks=4,size=40"]
 def test_recipes_of_a_loaded_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, texts = llama(), tokens(2, 120).tolist()
-    found = evaluate(model, texts, RECIPES, 100)
-    assert not list(tmp_path.iterdir()) and found.path is None and found.failures == ()
-    assert {row["recipe"] for row in found.rows} == {"plain", *RECIPES}
-    last = [row["perplexity"][-1] for row in found.rows]
-    assert last == sorted(last) and found.leaderboard["train_length"] == TRAINED
+    actual = evaluate(model, texts, RECIPES, 100)
+    assert not list(tmp_path.iterdir()) and actual.path is None and actual.failures == ()
+    assert {row["recipe"] for row in actual.rows} == {"plain", *RECIPES}
+    last = [row["perplexity"][-1] for row in actual.rows]
+    assert last == sorted(last) and actual.leaderboard["train_length"] == TRAINED
     kept = evaluate(model, texts, RECIPES, 100, out=tmp_path / "out")
-    assert kept.path == tmp_path / "out" and kept.recipe == found.recipe
-    assert [row["perplexity"] for row in kept.rows] == [row["perplexity"] for row in found.rows]
+    assert kept.path == tmp_path / "out" and kept.recipe == actual.recipe
+    assert [row["perplexity"] for row in kept.rows] == [row["perplexity"] for row in actual.rows]
     told = json.loads((tmp_path / "out" / "decoder.json").read_text())
     assert told["forgetful"] == [RECIPES[1]] and told["recipes"] == ["plain", *RECIPES]
 

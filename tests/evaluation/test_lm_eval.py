@@ -113,16 +113,16 @@ def by_hand(recipe, questions, texts):
     "recipe", ["plain", "rerope:window=128+infoscale", "selfextend:window=128,group=8+infoscale", "yarn:factor=8"]
 )
 def test_the_numbers_are_those_by_hand(recipe, tasks, questions, texts):
-    found = evaluate(tasks, recipe=recipe.replace(",", ";"))
+    actual = evaluate(tasks, recipe=recipe.replace(",", ";"))
     choices, rolling = by_hand(recipe, questions, texts)
-    for sample in found["samples"]["local_choice"]:
+    for sample in actual["samples"]["local_choice"]:
         told = [float(answer[0][0]) for answer in sample["resps"]]
         assert told == pytest.approx(choices[sample["doc_id"]], abs=1e-3)
     right = [max(range(3), key=row.__getitem__) == 1 for row in choices]
-    assert found["results"]["local_choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
+    assert actual["results"]["local_choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
     length = sum(len(row["text"].encode()) for row in texts)
     perplexity = exp(-sum(rolling) / length)
-    assert found["results"]["local_rolling"]["byte_perplexity,none"] == pytest.approx(perplexity, rel=1e-5)
+    assert actual["results"]["local_rolling"]["byte_perplexity,none"] == pytest.approx(perplexity, rel=1e-5)
     # this model cannot read on past its training length by itself
     assert (perplexity > 4) == (recipe == "plain")
 
@@ -201,5 +201,5 @@ def test_inputs_cut_to_the_models_own_length_are_told_of(caplog):
 
 
 def test_versions_with_plugins_find_it():
-    (found,) = entry_points(group="lm_eval.models", name="isentrope")
-    assert found.load() is Isentrope
+    (actual,) = entry_points(group="lm_eval.models", name="isentrope")
+    assert actual.load() is Isentrope

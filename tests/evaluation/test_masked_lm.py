@@ -104,11 +104,11 @@ def test_rows_are_bounded_by_tokens(model, monkeypatch):
 
 def test_perplexity_is_over_predictions_and_intervals_over_documents():
     scores = [DocumentScore("a", 10, 20.0, 5), DocumentScore("b", 30, 30.0, 27)]
-    found = summarize_scores(scores)
-    assert found["ppl"] == pytest.approx(exp(50 / 40)) and found["acc"] == pytest.approx(32 / 40)
-    assert found["ppl_low"] == pytest.approx(exp(1)) and found["ppl_high"] == pytest.approx(exp(2))
-    assert found["acc_low"] == pytest.approx(0.5) and found["acc_high"] == pytest.approx(0.9)
-    assert summarize_scores(scores) == found
+    actual = summarize_scores(scores)
+    assert actual["ppl"] == pytest.approx(exp(50 / 40)) and actual["acc"] == pytest.approx(32 / 40)
+    assert actual["ppl_low"] == pytest.approx(exp(1)) and actual["ppl_high"] == pytest.approx(exp(2))
+    assert actual["acc_low"] == pytest.approx(0.5) and actual["acc_high"] == pytest.approx(0.9)
+    assert summarize_scores(scores) == actual
     one = summarize_scores(scores[:1])
     assert one["ppl_low"] == one["ppl"] == one["ppl_high"]
     assert summarize_scores([DocumentScore("a", 1, 1e4, 0)])["ppl"] == inf

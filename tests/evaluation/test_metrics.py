@@ -19,19 +19,19 @@ def draws(documents: int, seed: int = 0):
 def test_the_bootstrap_resamples_documents(documents, seed):
     values = np.random.default_rng(1).standard_normal((documents, 3))
     low, high = np.percentile(values[draws(documents, seed)].mean(1), (2.5, 97.5), axis=0)
-    found = metrics.mean_interval(values, seed)
-    assert all(np.array_equal(a, b) for a, b in zip(found, (values.mean(0), low, high), strict=True))
+    actual = metrics.mean_interval(values, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(actual, (values.mean(0), low, high), strict=True))
 
 
 def test_predictions_are_summed_before_they_are_divided():
     counts, losses, hits = [10, 30, 5], [12.0, 45.5, 11.0], [6, 9, 1]
-    found = metrics.summarize_predictions(counts, losses, hits, seed=2)
+    actual = metrics.summarize_predictions(counts, losses, hits, seed=2)
     picked = draws(3, 2)
     for name, values, scale in (("ppl", losses, exp), ("acc", hits, float)):
         ratios = np.array(values)[picked].sum(1) / np.array(counts)[picked].sum(1)
         low, high = np.percentile(ratios, (2.5, 97.5))
-        assert found[name] == scale(sum(values) / 45)
-        assert (found[f"{name}_low"], found[f"{name}_high"]) == (scale(low), scale(high))
+        assert actual[name] == scale(sum(values) / 45)
+        assert (actual[f"{name}_low"], actual[f"{name}_high"]) == (scale(low), scale(high))
 
 
 @pytest.mark.parametrize("metric", ["ppl", "acc"])

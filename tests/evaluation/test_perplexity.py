@@ -70,9 +70,9 @@ def test_rows_are_means_over_texts_and_buckets(tmp_path):
         losses = [token_losses(model, torch.tensor(text.tokens[:100])) for text in given]
     row = next(row for row in data["rows"] if row["recipe"] == RECIPES[2])
     assert row["texts"] == 3
-    for (low, high), found in zip(((1, 32), (32, 64), (64, 100)), row["perplexity"], strict=True):
+    for (low, high), actual in zip(((1, 32), (32, 64), (64, 100)), row["perplexity"], strict=True):
         mean = sum(loss[low - 1 : high - 1].double().mean() for loss in losses) / 3
-        assert found == pytest.approx(exp(mean), rel=1e-6)
+        assert actual == pytest.approx(exp(mean), rel=1e-6)
     assert all(a <= b <= c for a, b, c in zip(row["low"], row["perplexity"], row["high"], strict=True))
     assert [(pair["recipe"], pair["against"]) for pair in data["paired"]] == [(RECIPES[2], RECIPES[1])]
     assert data["run"]["torch"] == torch.__version__
@@ -238,8 +238,8 @@ def test_where_tokens_end_in_bytes(tmp_path):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     folder = tmp_path / "tokenizer"
     make_causal_tokenizer(build_character_tokenizer([text], 20)).save_pretrained(folder)
-    (found,) = load_texts([tmp_path / "a.txt"], str(folder), None, 50, 1)
-    assert found.ends[:5] == (1, 3, 6, 10, 11) and found.ends[-1] == len(text[:50].encode())
+    (actual,) = load_texts([tmp_path / "a.txt"], str(folder), None, 50, 1)
+    assert actual.ends[:5] == (1, 3, 6, 10, 11) and actual.ends[-1] == len(text[:50].encode())
 
 
 def test_a_text_may_have_more_tokens_than_characters(tmp_path):
@@ -248,8 +248,8 @@ def test_a_text_may_have_more_tokens_than_characters(tmp_path):
     tokenizer = Tokenizer(BPE(vocab, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "bytes")
-    (found,) = load_texts([tmp_path / "a.txt"], str(tmp_path / "bytes"), None, 120, 1)
-    assert len(found.tokens) == 120 and found.ends[::3] == tuple(range(3, 121, 3))
+    (actual,) = load_texts([tmp_path / "a.txt"], str(tmp_path / "bytes"), None, 120, 1)
+    assert len(actual.tokens) == 120 and actual.ends[::3] == tuple(range(3, 121, 3))
 
 
 def test_a_mark_after_the_text_takes_no_bytes():

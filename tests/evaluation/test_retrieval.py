@@ -56,9 +56,9 @@ def merges():
 
 
 def with_chat(tokenizer, template):
-    found = copy.deepcopy(tokenizer)
-    found.chat_template = template
-    return found
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = template
+    return copied
 
 
 def tiny(tokenizer):
@@ -158,11 +158,11 @@ def test_forced_and_generated_agree(recipe, letters):
         for _ in range(6):
             said = torch.cat((said, model(said).logits[:, -1:].argmax(-1)), 1)
         told = Prompt(prompt.example, prompt.text, prompt.tokens, tuple(said[0, -6:].tolist()))
-        found, reply = score_answer(model, told), generate_answer(model, letters, told)["reply"]
+        actual, reply = score_answer(model, told), generate_answer(model, letters, told)["reply"]
         expected = model(said).logits[0, -7:-1].log_softmax(-1).gather(1, said[0, -6:, None]).sum()
         assert reply.startswith(letters.decode(said[0, -6:], skip_special_tokens=True))
-        assert found["likeliest"] == found["answer"] == 6
-        assert found["logprob"] == pytest.approx(expected.item(), rel=1e-4)
+        assert actual["likeliest"] == actual["answer"] == 6
+        assert actual["logprob"] == pytest.approx(expected.item(), rel=1e-4)
         wrong = Prompt(prompt.example, prompt.text, prompt.tokens, (*told.answer[:-1], (told.answer[-1] + 1) % 90))
         assert score_answer(model, wrong)["likeliest"] == 5
 
@@ -231,7 +231,7 @@ def test_what_is_kept_of_a_cell(letters, tmp_path):
     hashes = {(cell["task"], cell["length"], cell["depth"]): set() for cell in data["cells"]}
     for cell in data["cells"]:
         hashes[cell["task"], cell["length"], cell["depth"]].add(cell["sha256"])
-    assert all(len(found) == 1 for found in hashes.values())  # every recipe is asked the same
+    assert all(len(each) == 1 for each in hashes.values())  # every recipe is asked the same
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert data["run"]["torch"] == torch.__version__
 

@@ -49,11 +49,11 @@ def test_a_plan_from_the_command_line(run):
     assert board["train_length"] == 256 and len(board["rows"]) == 3
     last = [row["perplexity"][-1] for row in board["rows"]]
     assert last == sorted(last)
-    found = {row["recipe"]: row for row in board["rows"]}
-    assert found["plain"]["inside"] is None and found["plain"]["cost"] == 1
-    assert abs(found["rerope:window=64"]["inside"]) < abs(found["rerope:window=16"]["inside"])
-    assert found["plain"]["ratio"] == pytest.approx(1)
-    assert found["plain"]["bits_per_byte"][2] > 0
+    actual = {row["recipe"]: row for row in board["rows"]}
+    assert actual["plain"]["inside"] is None and actual["plain"]["cost"] == 1
+    assert abs(actual["rerope:window=64"]["inside"]) < abs(actual["rerope:window=16"]["inside"])
+    assert actual["plain"]["ratio"] == pytest.approx(1)
+    assert actual["plain"]["bits_per_byte"][2] > 0
     for name in ("leaderboard.md", "leaderboard.png", "leaderboard.svg", "perplexity.png", "report.html"):
         assert (folder / "out" / "small" / name).stat().st_size
 
@@ -137,8 +137,8 @@ def test_models_and_texts_are_named_by_the_environment_or_beside_the_plan(run, t
         load_plan(tmp_path / "named.yaml")
     monkeypatch.setenv("TEXTS", str(folder / "*.txt"))
     monkeypatch.setenv("MODEL", "some/name")
-    found = load_plan(tmp_path / "named.yaml")
-    assert found.decoder["model"] == "some/name" and [path.name for path in found.texts] == ["a.txt", "b.txt"]
+    actual = load_plan(tmp_path / "named.yaml")
+    assert actual.decoder["model"] == "some/name" and [path.name for path in actual.texts] == ["a.txt", "b.txt"]
     (tmp_path / "some" / "name").mkdir(parents=True)
     assert load_plan(tmp_path / "named.yaml").decoder["model"] == str(tmp_path / "some" / "name")
     monkeypatch.setenv("MODEL", "./nowhere")

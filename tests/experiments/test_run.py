@@ -71,10 +71,10 @@ def copied(done, tmp_path):
 
 
 def test_results_are_in_the_plans_order_and_complete(done, plan):
-    found = rows(done)
+    actual = rows(done)
     order = [(row.variant, n, seed) for row in plan.rows for n in plan.lengths for seed in plan.seeds]
-    assert [(row["variant"], row["length"], row["seed"]) for row in found] == order
-    for row in found:
+    assert [(row["variant"], row["length"], row["seed"]) for row in actual] == order
+    for row in actual:
         assert len(row["key"]) == 16 and row["protocol"] == "single" and row["run"]["torch"]
         if row["length"] == 4000:
             assert row["failed"] == "no test document has 4000 tokens" and row["ppl"] is None
@@ -89,7 +89,9 @@ def test_results_are_in_the_plans_order_and_complete(done, plan):
     assert told["label"] == "table x" and told["data"]["statistics"]["test"]["documents"] == 4
     assert told["checkpoints"]["dot"]["config"]["recipe"] == "rope" and told["checkpoints"]["dot"]["log"]
     timings = [json.loads(line) for line in (done / "small" / "timings.jsonl").read_text().splitlines()]
-    assert [t["key"] for t in timings] == [row["key"] for row in found] and sum(t["seconds"] > 0 for t in timings) == 16
+    assert [t["key"] for t in timings] == [row["key"] for row in actual] and sum(
+        t["seconds"] > 0 for t in timings
+    ) == 16
 
 
 def test_infoscale_changes_nothing_inside_the_training_length(done):
@@ -254,15 +256,15 @@ def test_models_of_other_tokens_are_refused(done, corpus, tmp_path):
 
 
 def test_another_config_is_another_cell(done, corpus, tmp_path):
-    mine, found = next(done.glob("checkpoints/dot-*")) / "best", []
+    mine, actual = next(done.glob("checkpoints/dot-*")) / "best", []
     shutil.copytree(mine, tmp_path / "model")
     for layers in (2, 1):
         config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"num_hidden_layers": layers}
         (tmp_path / "model" / "config.json").write_text(json.dumps(config))
         plan = plan_masked_evaluation(str(tmp_path / "model"), ["rope"], "16", 2, "single")
         run_plan(plan, tmp_path, corpus, lambda words: None)
-        found.append(rows(tmp_path, plan.name)[0])
-    assert found[0]["key"] != found[1]["key"] and len(found[1]["entropy"]) == 1
+        actual.append(rows(tmp_path, plan.name)[0])
+    assert actual[0]["key"] != actual[1]["key"] and len(actual[1]["entropy"]) == 1
 
 
 def test_what_is_not_trained_has_one_seed(done, corpus, tmp_path):

@@ -172,8 +172,8 @@ def test_position_ids_are_read_at_every_call(recipe, quiet):
     with quiet():
         positions, mask = torch.arange(100)[None], torch.ones_like(ids)
         for each in (model, model, extended(recipe)):  # another has not asked before
-            found = whole(each, ids, position_ids=positions, attention_mask=mask)
-            assert_close(found, whole(each, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
+            actual = whole(each, ids, position_ids=positions, attention_mask=mask)
+            assert_close(actual, whole(each, ids, position_ids=positions.clone(), attention_mask=mask), **EXACT)
             positions[:, 50:] += 40
 
 

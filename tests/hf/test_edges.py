@@ -61,9 +61,9 @@ def test_a_rotary_module_in_every_layer(recipe):
     plain = logits(model, ids)
     ropes = [layer.self_attn.rotary_emb for layer in model.model.layers]
     with ise.extended(model, recipe):
-        found = logits(model, ids)
+        actual = logits(model, ids)
         if recipe == "rerope:window=64":
-            assert torch.equal(found, plain)
+            assert torch.equal(actual, plain)
         elif recipe == "pi:factor=4":
             assert torch.equal(ropes[0].inv_freq, ropes[1].inv_freq) and ropes[0].inv_freq[0] == 0.25
         else:
@@ -71,7 +71,7 @@ def test_a_rotary_module_in_every_layer(recipe):
             steps, cache = [], DynamicCache(config=model.config)
             for i in range(40):
                 steps.append(logits(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True))
-            torch.testing.assert_close(torch.cat(steps, 1), found, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(torch.cat(steps, 1), actual, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits(model, ids), plain)
 
 

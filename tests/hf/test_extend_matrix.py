@@ -54,9 +54,9 @@ def check(model, recipe):
     with torch.no_grad():
         expected = dense(model, ids, positioned(recipe))
         with ise.extended(model, recipe, allow_untrained=True):
-            found = model(ids).logits
+            actual = model(ids).logits
     # a model holds its frequencies in fp32: angles are off by 40 roundings
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
 def streams(recipe):

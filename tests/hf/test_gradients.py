@@ -60,7 +60,7 @@ def test_logits_and_gradients_are_those_of_a_dense_computation(recipe):
 @pytest.mark.parametrize("recipe", [*ORACLES, "clex:max_factor=4", "ssmax"])
 def test_gradients_do_not_depend_on_the_backend(recipe):
     ids = tokens(2, LONG)
-    found = []
+    actual = []
     for backend in ("auto", "reference", "chunked"):
         model = extend(llama().double(), recipe, backend=backend)
         for part in model.modules():
@@ -68,9 +68,9 @@ def test_gradients_do_not_depend_on_the_backend(recipe):
                 torch.nn.init.normal_(part.down.weight, std=0.1, generator=torch.Generator().manual_seed(1))
                 torch.nn.init.normal_(part.up.weight, std=0.5, generator=torch.Generator().manual_seed(2))
         next_token_loss(model(input_ids=ids).logits, ids).backward()
-        found.append(gradients(model))
-    assert_same_gradients(found[0], found[1], 1e-5)
-    assert_same_gradients(found[2], found[1], 1e-5)
+        actual.append(gradients(model))
+    assert_same_gradients(actual[0], actual[1], 1e-5)
+    assert_same_gradients(actual[2], actual[1], 1e-5)
 
 
 RECIPES = [
@@ -90,7 +90,7 @@ def test_gradient_checkpointing(recipe, reentrant):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     labels = ids.masked_fill(mask == 0, -100)
-    found, calls = [], []
+    actual, calls = [], []
     for checkpointing in (False, True):
         model = extend(llama(), recipe).train()
         if checkpointing:
@@ -98,9 +98,9 @@ def test_gradient_checkpointing(recipe, reentrant):
             model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         sample_beyond_one(model)
         model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
-        found.append(gradients(model))
+        actual.append(gradients(model))
     assert len(calls) == 2  # forward, and again for the backward
-    assert_same_gradients(found[1], found[0], 1e-5)
+    assert_same_gradients(actual[1], actual[0], 1e-5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

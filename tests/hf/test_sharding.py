@@ -45,13 +45,13 @@ def share(rank, size=2):
 
 def attended(model, recipe):
     """What the first layer's attention gives."""
-    found = []
-    handle = model.model.layers[0].self_attn.register_forward_hook(lambda module, args, out: found.append(out[0]))
+    actual = []
+    handle = model.model.layers[0].self_attn.register_forward_hook(lambda module, args, out: actual.append(out[0]))
     with torch.no_grad(), ise.extended(model, recipe, allow_untrained=True):
-        found.clear()  # of the passes that examine it
+        actual.clear()  # of the passes that examine it
         model(IDS)
     handle.remove()
-    return found[0]
+    return actual[0]
 
 
 @UNTRAINED

@@ -31,8 +31,8 @@ def model():
 def stories(model):
     """The model's own stories, one after another: text that it finds easy while it can still read it."""
     torch.manual_seed(0)
-    found = model.generate(torch.full((16, 1), BOS), max_new_tokens=200, do_sample=True, pad_token_id=EOS)
-    return torch.cat([row[row != EOS] for row in found])[:2048]
+    actual = model.generate(torch.full((16, 1), BOS), max_new_tokens=200, do_sample=True, pad_token_id=EOS)
+    return torch.cat([row[row != EOS] for row in actual])[:2048]
 
 
 def perplexities(model, text, recipe=None, edges=(64, 256, 512, 1024, 2048)):

@@ -145,7 +145,7 @@ def test_trainer_trains_lora_with_pose(tmp_path):
 
 def test_attention_dropout_where_nothing_changes():
     ids = tokens(2, 32)
-    losses, found = [], []
+    losses, actual = [], []
     for recipe in (None, "rerope:window=32+infoscale"):
         model = llama(attention_dropout=0.4).train()
         if recipe:
@@ -154,9 +154,9 @@ def test_attention_dropout_where_nothing_changes():
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         losses.append(loss)
-        found.append(gradients(model))
+        actual.append(gradients(model))
     assert torch.equal(*losses)
-    assert_same_gradients(found[1], found[0], 1e-6)
+    assert_same_gradients(actual[1], actual[0], 1e-6)
     undisturbed = model.eval()(input_ids=ids, labels=ids).loss
     assert not torch.equal(undisturbed, losses[0])  # there was dropout
 

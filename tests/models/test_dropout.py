@@ -58,8 +58,8 @@ def test_other_layouts_of_memory_give_the_same():
 
 def uncorrelated(masks):
     flat = torch.stack([mask.flatten().double() for mask in masks])
-    found = torch.corrcoef(flat)[*torch.triu_indices(len(flat), len(flat), 1)]
-    return found.abs().max() < 4 / sqrt(flat.shape[1]) and not torch.equal(flat[0], flat[1])
+    actual = torch.corrcoef(flat)[*torch.triu_indices(len(flat), len(flat), 1)]
+    return actual.abs().max() < 4 / sqrt(flat.shape[1]) and not torch.equal(flat[0], flat[1])
 
 
 def test_rows_sites_and_steps_are_uncorrelated():

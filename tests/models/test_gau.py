@@ -137,13 +137,13 @@ def test_logits_of_some_positions_alone():
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_backends_agree_forward_and_backward(backend):
-    found = []
+    actual = []
     for name in ("auto", backend):
         gau = model(recipe="rerope:window=8,layout=interleaved+logn:train_length=8")
         loss = gau(tokens(), labels=tokens(seed=1), backend=name).loss
         loss.backward()
-        found.append((loss, *(x.grad for x in gau.parameters())))
-    for a, b in zip(*found, strict=True):
+        actual.append((loss, *(x.grad for x in gau.parameters())))
+    for a, b in zip(*actual, strict=True):
         assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 

@@ -85,13 +85,13 @@ class HostCopies(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.copied = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         sources, made = ([x for x in tree_leaves(part) if isinstance(x, torch.Tensor)] for part in (args, out))
         if any(x.device.type == "cpu" for x in sources) and any(x.is_meta for x in made):
-            self.found.append(str(function))
+            self.copied.append(str(function))
         return out
 
 
@@ -118,4 +118,4 @@ def test_a_training_step_waits_for_nothing_of_the_host(recipe, pose):
     gau(**batch, backend="dense")
     with HostCopies() as copies:
         gau(**batch, backend="dense").logits.sum().backward()
-    assert not copies.found
+    assert not copies.copied

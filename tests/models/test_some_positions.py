@@ -44,15 +44,15 @@ def somewhere(rows):
 
 def assert_the_same_somewhere(gau, ids, at, **options):
     """Logits and every gradient, with `at` and picked from the whole."""
-    found = []
+    actual = []
     for alone in (True, False):
         gau.zero_grad()
         logits = gau(ids, at=at, **options).logits if alone else gather_positions(gau(ids, **options).logits, at)
         (logits.log_softmax(-1)[..., :7].sum() / logits.numel()).backward()
         gradients = {name: x.grad for name, x in gau.named_parameters() if x.requires_grad}
         assert all(x is not None for x in gradients.values())
-        found.append((logits, gradients))
-    assert_close(*found, atol=1e-9, rtol=0)
+        actual.append((logits, gradients))
+    assert_close(*actual, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("rows", ROWS)

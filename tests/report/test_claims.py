@@ -32,11 +32,11 @@ from tests.fixtures.study import ROWS, cell, claim, small
 )
 def test_claims_of_better(tmp_path: Path, this: str, than: list[str], metric: str, verdict: str) -> None:
     losses = {"plain": 3.0, "I.S.": 1.0, "close": 1.01, "best": 0.2}
-    found = [cell("A", variant, 128, loss) for variant, loss in losses.items()]
-    found.append(cell("A", "failed", 128, failed="out of memory"))
+    results = [cell("A", variant, 128, loss) for variant, loss in losses.items()]
+    results.append(cell("A", "failed", 128, failed="out of memory"))
     told = claim("…", ("A", this), *(("A", other) for other in than), metric=metric, length=128)
     rows = [("A", variant) for variant in (*losses, "failed")]
-    judged = evaluate_claims(small(tmp_path, found, rows, claims=[told]))[0]
+    judged = evaluate_claims(small(tmp_path, results, rows, claims=[told]))[0]
     assert format_verdict(judged) == verdict
     assert ("out of memory" in judged["words"]) == ("failed" in (this, *than))
     assert [number["variant"] for number in judged["numbers"]] == list(dict.fromkeys([this, *than]))
@@ -51,7 +51,7 @@ def test_claims_of_better(tmp_path: Path, this: str, than: list[str], metric: st
 )  # fmt: skip
 def test_claims_of_growth(tmp_path: Path, best: list[int | None], verdict: str) -> None:
     lengths, methods = [128, 256, 512], ["8", "16", "32"]
-    found = [
+    results = [
         cell(method, "C.S.", length, 1.0 if place == winner else 3.0)
         for length, winner in zip(lengths, best, strict=True) for place, method in enumerate(methods)
         if winner is not None
@@ -65,17 +65,19 @@ def test_claims_of_growth(tmp_path: Path, best: list[int | None], verdict: str) 
         "lengths": lengths,
     }
     rows = [(method, "C.S.") for method in methods]
-    assert format_verdict(evaluate_claims(small(tmp_path, found, rows, claims=[grows], lengths=lengths))[0]) == verdict
+    assert (
+        format_verdict(evaluate_claims(small(tmp_path, results, rows, claims=[grows], lengths=lengths))[0]) == verdict
+    )
 
 
 def test_a_shift_of_the_best_may_lie_within_the_intervals(tmp_path: Path) -> None:
-    found = [
+    results = [
         cell("8", "C.S.", 128, 1.0), cell("16", "C.S.", 128, 3.0),
         cell("8", "C.S.", 256, 1.01), cell("16", "C.S.", 256, 1.0),
     ]  # fmt: skip
     grows = {"text": "…", "kind": "best_grows", "metric": "ppl", "methods": ["8", "16"], "variant": "C.S."}
     rows = [("8", "C.S."), ("16", "C.S.")]
-    judged = evaluate_claims(small(tmp_path, found, rows, claims=[grows | {"lengths": [128, 256]}]))[0]
+    judged = evaluate_claims(small(tmp_path, results, rows, claims=[grows | {"lengths": [128, 256]}]))[0]
     assert (
         format_verdict(judged) == "holds, within the intervals"
         and judged["words"] == "best PPL: 8 at 128 (2.72), 16 at 256 (2.72)"
@@ -107,12 +109,12 @@ def test_the_summary_says_what_the_numbers_say(tmp_path: Path) -> None:
     losses = {"A": (1.0, 2.0, 0.5, 1.0), "B": (3.0, 3.0, 4.0, 3.0)}  # plain, C.S., I.S., both
     variants = [variant for _, variant in ROWS]
     rows = [(method, variant) for method in losses for variant in variants]
-    found = [
+    results = [
         cell(method, variant, length, loss)
         for method, values in losses.items() for variant, loss in zip(variants, values, strict=True)
         for length in (128, 256)
     ]  # fmt: skip
-    first = small(tmp_path, found, rows, claims=[claim("…", ("A", "I.S."), ("A", "plain"), length=256)])
+    first = small(tmp_path, results, rows, claims=[claim("…", ("A", "I.S."), ("A", "plain"), length=256)])
     told = words.summarize_grid(first, evaluate_claims(first))
     assert told[0].startswith("Best at 256 tokens, 4 times the training length, is A w/ I.S. with ACC 0.908 (")
     assert told[1].startswith(

@@ -32,8 +32,8 @@ class Wellformed(HTMLParser):
         self.ids: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.ids += [found["id"] or ""] if "id" in found else []
+        attributes = dict(attrs)
+        self.ids += [attributes["id"] or ""] if "id" in attributes else []
         self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith(("data:", "#"))]
         if tag not in self.EMPTY:
             self.open.append(tag)

@@ -68,9 +68,9 @@ def opened(path: Path, script: str, width: int = 1280, around: str | None = None
         [*command, probe.as_uri()], capture_output=True, text=True, timeout=90, check=False, env=settings
     )
     shutil.rmtree(profile, ignore_errors=True)
-    found = re.search(r'<script type="application/json" id="answer">(.*?)</script>', done.stdout, re.DOTALL)
-    assert found, f"no answer from {BROWSER} ({done.returncode}): {done.stderr[-2000:]}"
-    answer: dict[str, Any] = json.loads(unescape(found[1]))
+    actual = re.search(r'<script type="application/json" id="answer">(.*?)</script>', done.stdout, re.DOTALL)
+    assert actual, f"no answer from {BROWSER} ({done.returncode}): {done.stderr[-2000:]}"
+    answer: dict[str, Any] = json.loads(unescape(actual[1]))
     return answer
 
 

@@ -24,10 +24,10 @@ def test_the_papers_tables_are_complete_under_the_names_of_the_plans() -> None:
     assert {label: len(table.values) for label, table in load_published_tables().items()} == {
         label: rows * 6 * 2 for label, rows in sizes.items()
     }
-    plans = {found.label: found for found in map(load_plan, plan_names()) if found.label}
+    plans = {each.label: each for each in map(load_plan, plan_names()) if each.label}
     assert plans.keys() == sizes.keys()
     for label, table in load_published_tables().items():
-        rows, lengths, _ = (set(found) for found in zip(*table.values, strict=True))
+        rows, lengths, _ = (set(each) for each in zip(*table.values, strict=True))
         assert rows <= {Row(row.method, row.variant) for row in plans[label].rows}
         assert lengths == {*plans[label].lengths}
 
@@ -63,29 +63,29 @@ def test_which_way_a_printed_number_goes(before: float | str, after: float | str
 def ablation(folder: Path, **changes: Any) -> Any:
     """GAU-α at 2048 and 4096, where InfoScale harms and CosScale helps; 64 is no length of the paper."""
     losses = {"plain": 2.0, "C.S.": 1.0, "I.S.": 3.0}
-    found = [cell("GAU-α", variant, n, loss) for variant, loss in losses.items() for n in (64, 2048, 4096)]
+    results = [cell("GAU-α", variant, n, loss) for variant, loss in losses.items() for n in (64, 2048, 4096)]
     rows = [("GAU-α", variant) for variant in (*losses, "both", "ours alone")]
-    return small(folder, found, rows, **{"label": "table 4.5", "lengths": [64, 2048, 4096]} | changes)
+    return small(folder, results, rows, **{"label": "table 4.5", "lengths": [64, 2048, 4096]} | changes)
 
 
 def test_numbers_beside_the_paper(tmp_path: Path) -> None:
     first = ablation(tmp_path, title="A | B")
-    found = compare_with_paper(first)
-    assert found is not None and found.lengths == [2048, 4096] and len(found.rows) == 4
+    actual = compare_with_paper(first)
+    assert actual is not None and actual.lengths == [2048, 4096] and len(actual.rows) == 4
     labels = grid.format_grid(first).labels
-    assert found.number_rows("acc", labels)[1:] == [
+    assert actual.number_rows("acc", labels)[1:] == [
         ["GAU-α", "0.10 / 0.58", "<0.1 / 0.58"], ["GAU-α w/ C.S.", "0.43 / 0.79", "0.32 / 0.79"],
         ["GAU-α w/ I.S.", "0.23 / 0.40", "<0.1 / 0.40"], ["GAU-α w/ C.S., I.S.", "0.44 / –", "0.34 / –"],
     ]  # fmt: skip
     # what is not measured here and what the paper's digits do not show is not counted
     for metric in ("acc", "ppl"):
-        assert found.agreement_rows(metric)[1:] == [
+        assert actual.agreement_rows(metric)[1:] == [
             ["methods, C.S. against plain", "1 of 1", "1 of 1"], ["methods, I.S. against plain", "0 of 1", ""],
             ["methods, both against plain", "", ""],
         ]  # fmt: skip
     said_of = "ACC at 4096 tokens changes as in the paper's table 4.5 for 1 of 1 methods, C.S. against plain."
-    assert found.summarize() == said_of
-    text = grid.render_comparison(found, labels)
+    assert actual.summarize() == said_of
+    text = grid.render_comparison(actual, labels)
     assert r"## A \| B: comparison with the paper" in text and said_of in text and text.count("|:--|--:|--:|") == 4
     assert "| GAU-α | &lt;0.1 / " not in text and "| GAU-α | 0.10 / 0.58 | &lt;0.1 / 0.58 |" in text
     written = {path.name for path in grid.write_tables(tmp_path)}
@@ -99,8 +99,8 @@ def test_numbers_beside_the_paper(tmp_path: Path) -> None:
 
 
 def test_methods_are_compared_with_each_other_where_each_has_one_row(made: Path) -> None:
-    found = compare_with_paper(load_plans(made / "cosscale-sweep")[0].grids[0])
-    assert found is not None and found.agreement_rows("acc")[1] == [
+    actual = compare_with_paper(load_plans(made / "cosscale-sweep")[0].grids[0])
+    assert actual is not None and actual.agreement_rows("acc")[1] == [
         "pairs of methods", "9 of 14", "9 of 12", "12 of 14", "15 of 15", "12 of 12", "11 of 12",
     ]  # fmt: skip
 
@@ -130,10 +130,10 @@ def test_claims_have_the_papers_numbers_beside_them(
     tmp_path: Path, this: str, than: list[str], metric: str, source: str, verdict: str, told: str
 ) -> None:
     text = claim("…", ("GAU-α", this), *(("GAU-α", other) for other in than), metric=metric) | {"source": source}
-    found = evaluate_claims(ablation(tmp_path, claims=[text]))[0]
-    paper = found["paper"]
+    actual = evaluate_claims(ablation(tmp_path, claims=[text]))[0]
+    paper = actual["paper"]
     assert (paper["source"], paper["verdict"]) == ("table 4.5", verdict) and paper["words"].startswith(told)
-    assert ("interval of the difference" in found["words"]) == ("here" in told)
+    assert ("interval of the difference" in actual["words"]) == ("here" in told)
     assert [number["variant"] for number in paper["numbers"]] == [*than, this]
     assert told.replace(">", "&gt;").replace("<", "&lt;") in page.write_page(tmp_path).read_text(encoding="utf-8")
 
@@ -141,8 +141,8 @@ def test_claims_have_the_papers_numbers_beside_them(
 def test_claims_find_the_table_they_name_or_none(tmp_path: Path) -> None:
     named = claim("…", ("GAU-α", "C.S."), ("GAU-α", "plain")) | {"source": "table 4.5"}
     without = claim("…", ("GAU-α", "C.S."), ("GAU-α", "plain"), length=64) | {"source": "table 4.5"}
-    found = evaluate_claims(ablation(tmp_path, label="", claims=[named, without, named | {"source": ""}]))
-    assert found[0]["paper"]["source"] == "table 4.5" and [told["paper"] for told in found[1:]] == [None, None]
+    actual = evaluate_claims(ablation(tmp_path, label="", claims=[named, without, named | {"source": ""}]))
+    assert actual[0]["paper"]["source"] == "table 4.5" and [told["paper"] for told in actual[1:]] == [None, None]
 
 
 def test_the_best_that_grows_in_the_paper(made: Path) -> None:

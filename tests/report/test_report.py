@@ -21,13 +21,13 @@ from tests.fixtures.study import ROWS, cell, plan, small, write
 
 
 def test_plans_are_found_in_a_folder_and_in_its_subfolders(made: Path) -> None:
-    assert [found.name for found in load_plans(made)] == ["cosscale-sweep", "main"]
-    assert [found.name for found in load_plans(made / "main")] == ["main"]
+    assert [each.name for each in load_plans(made)] == ["cosscale-sweep", "main"]
+    assert [each.name for each in load_plans(made / "main")] == ["main"]
 
 
 def test_protocols_never_meet(tmp_path: Path) -> None:
-    found = [cell("A", "plain", 128, 1.0), cell("A", "plain", 128, 3.0, protocol="random")]
-    write(tmp_path, plan(rows=[{"method": "A", "variant": "plain"}], lengths=[128]), found)
+    results = [cell("A", "plain", 128, 1.0), cell("A", "plain", 128, 3.0, protocol="random")]
+    write(tmp_path, plan(rows=[{"method": "A", "variant": "plain"}], lengths=[128]), results)
     single, at_once = load_plans(tmp_path)[0].grids
     assert single.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
     assert at_once.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(3))
@@ -39,12 +39,12 @@ def test_protocols_never_meet(tmp_path: Path) -> None:
 
 
 def test_seeds_are_averaged_and_failures_left_out(tmp_path: Path) -> None:
-    found = [
+    results = [
         cell("A", "plain", 128, 1.0), cell("A", "plain", 128, 2.0, seed=1), cell("A", "plain", 256, 1.0),
         cell("A", "plain", 256, seed=1, failed="out of memory: 80 GiB"), cell("A", "C.S.", 128, failed="diverged"),
         cell("A", "I.S.", 128, 1.0),
     ]  # fmt: skip
-    first = small(tmp_path, found)
+    first = small(tmp_path, results)
     value = first.value(Row("A", "plain"), 128, "ppl")
     assert (value.mean, value.seeds) == (pytest.approx((exp(1) + exp(2)) / 2), 2)
     assert (value.least, value.most) == (pytest.approx(exp(1)), pytest.approx(exp(2)))
@@ -64,8 +64,8 @@ def test_seeds_are_averaged_and_failures_left_out(tmp_path: Path) -> None:
 
 
 def test_the_later_line_of_a_cell_counts_and_strays_are_named(tmp_path: Path) -> None:
-    found = [cell("A", "plain", 128, failed="killed"), cell("A", "plain", 128, 1.0), cell("B", "plain", 128, 1.0)]
-    first = small(tmp_path, found)
+    results = [cell("A", "plain", 128, failed="killed"), cell("A", "plain", 128, 1.0), cell("B", "plain", 128, 1.0)]
+    first = small(tmp_path, results)
     assert first.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
     assert any("1 measured cells belong to no row" in note for note in grid.list_notes(first))
     assert len(grid.render_csv(first.plan).splitlines()) == 4
@@ -124,10 +124,10 @@ def test_rows_that_share_a_variant_are_named_by_their_method(made: Path) -> None
 
 
 def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
-    found = load_plans(made / "main")[0]
-    rows = list(csv.DictReader(io.StringIO(grid.render_csv(found))))
-    assert len(rows) == len(found.cells) and tuple(rows[0]) == grid.CSV_COLUMNS
-    for row, told in zip(rows, found.cells, strict=True):
+    actual = load_plans(made / "main")[0]
+    rows = list(csv.DictReader(io.StringIO(grid.render_csv(actual))))
+    assert len(rows) == len(actual.cells) and tuple(rows[0]) == grid.CSV_COLUMNS
+    for row, told in zip(rows, actual.cells, strict=True):
         assert row["ppl"] == ("" if told["ppl"] is None else repr(told["ppl"]))
         assert row["protocol"] == told["protocol"] and row["seconds"] == "1.5"
     assert json.loads(rows[0]["entropy"])[0] == 2.1 and rows[0]["predictions"] == "2560"

@@ -38,9 +38,9 @@ def test_a_causal_model_learns(corpus, tmp_path):
 def test_batches_of_a_causal_model_are_followed_by_one_more_token(corpus):
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     batches, held_out = build_batches(PreparedCorpus.open(corpus), replace(CAUSAL, length=299, crop="first"), tokenizer)
-    for found in (batches, held_out):
-        batch = found[1]
-        whole = np.stack([found.documents[i] for i in found.document_indices(1)])
+    for split in (batches, held_out):
+        batch = split[1]
+        whole = np.stack([split.documents[i] for i in split.document_indices(1)])
         assert batch.keys() == {"input_ids", "labels"}
         assert np.array_equal(batch["input_ids"], whole[:, :-1]) and np.array_equal(batch["labels"], whole[:, 1:])
     with pytest.raises(ValueError, match="length: expected at most the shortest document's 300 tokens less 1, got 300"):
@@ -117,9 +117,9 @@ def test_a_causal_model_is_extended(causal):
     with torch.no_grad():
         plain = llama.eval()(ids).logits
         ise.extend(llama, "rerope:window=64+infoscale")
-        found = llama(ids).logits
-    assert_close(found[:, :16], plain[:, :16])  # the training length
-    assert found.isfinite().all() and not torch.allclose(found[:, 64:], plain[:, 64:])
+        actual = llama(ids).logits
+    assert_close(actual[:, :16], plain[:, :16])  # the training length
+    assert actual.isfinite().all() and not torch.allclose(actual[:, 64:], plain[:, 64:])
 
 
 def test_a_causal_model_is_gone_on_from(corpus, done, causal, tmp_path):
@@ -127,9 +127,9 @@ def test_a_causal_model_is_gone_on_from(corpus, done, causal, tmp_path):
     llama.save_pretrained(tmp_path / "narrow")
     config = replace(CAUSAL, model=str(tmp_path / "narrow"), sizes=None, layers=1, length=12, steps=1, rate=1e-9)
     train(corpus, replace(config, dropout=0.25), tmp_path / "run")
-    base, found = llama.state_dict(), weights(tmp_path / "run")
-    assert found.keys() == {name for name in base if "layers.1." not in name and name != "lm_head.weight"}
-    for name, x in found.items():
+    base, actual = llama.state_dict(), weights(tmp_path / "run")
+    assert actual.keys() == {name for name in base if "layers.1." not in name and name != "lm_head.weight"}
+    for name, x in actual.items():
         assert_close(x, base[name].float(), atol=1e-8, rtol=0)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert loaded.dtype == torch.float32 and loaded.config.attention_dropout == 0.25

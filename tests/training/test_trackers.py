@@ -22,9 +22,9 @@ def scalars(run):
 
 
 def test_tensorboard_holds_the_losses(done):
-    found, rows = scalars(done), read_log(done / "log.jsonl")
-    assert found.keys() == {"epoch", "loss", "rate", "validation"}
-    for tag, values in found.items():
+    actual, rows = scalars(done), read_log(done / "log.jsonl")
+    assert actual.keys() == {"epoch", "loss", "rate", "validation"}
+    for tag, values in actual.items():
         assert values == pytest.approx({row["step"]: row[tag] for row in rows if tag in row}, rel=1e-6)
 
 

@@ -78,8 +78,8 @@ def test_saved_models_load_and_give_the_recorded_loss(corpus, done, name):
 def test_best_is_the_model_of_the_lowest_validation_loss(corpus, tmp_path, monkeypatch):
     told = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(study.Trainer, "validate", lambda self: next(told))
-    found = train(corpus, replace(TINY, evaluate_every=4), tmp_path / "run")
-    assert found["best"] == {"step": 8, "validation": 1.0}
+    actual = train(corpus, replace(TINY, evaluate_every=4), tmp_path / "run")
+    assert actual["best"] == {"step": 8, "validation": 1.0}
     # the same weights as where a run of this schedule stands after eight steps
     stop_at(monkeypatch, 8)
     told = iter([3.0, 1.0])
@@ -181,10 +181,10 @@ def test_every_variant_trains(corpus, tmp_path, variant, cosscale):
     if "yarn" in variant:
         assert recipe["position"]["factor"] == int(variant[4:]) and recipe["position"]["original_length"] == 16
     begun = dict(begin(config, corpus).named_parameters())
-    found = dict(loaded.named_parameters())
-    assert found.keys() == begun.keys() == weights(tmp_path).keys()
-    assert sum("learned" in name for name in found) == (4 if variant == "clex" else 0)
-    for name, x in found.items():
+    actual = dict(loaded.named_parameters())
+    assert actual.keys() == begun.keys() == weights(tmp_path).keys()
+    assert sum("learned" in name for name in actual) == (4 if variant == "clex" else 0)
+    for name, x in actual.items():
         assert torch.equal(x, weights(tmp_path)[name]) and not torch.equal(x, begun[name]), name
 
 
@@ -223,9 +223,9 @@ def test_a_model_is_gone_on_from_and_may_lose_layers(corpus, done, tmp_path):
     for layers in (1, 2):
         out = tmp_path / str(layers)
         train(corpus, replace(config, layers=layers), out)
-        base, found = weights(done, "best"), weights(out)
-        assert found.keys() == {name for name in base if layers == 2 or "layer.1." not in name}
-        for name, x in found.items():
+        base, actual = weights(done, "best"), weights(out)
+        assert actual.keys() == {name for name in base if layers == 2 or "layer.1." not in name}
+        for name, x in actual.items():
             assert_close(x, base[name], atol=1e-8, rtol=0)
         loaded = AutoModelForMaskedLM.from_pretrained(out / "final")
         assert loaded.config.num_hidden_layers == layers and loaded.config.max_position_embeddings == 12
