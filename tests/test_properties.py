@@ -224,49 +224,49 @@ def test_flex_on_a_cpu_takes_recipes_in_any_order():
 # --- rows that see nothing --------------------------------------------------------------------------------------------
 
 
-def blind_by_lengths():
+def no_keys_by_lengths():
     return {"lengths": [0, 7]}, torch.tensor([[True] * 10, [False] * 10])
 
 
-def blind_by_left_padding():
+def no_keys_by_left_padding():
     return {"mask": ise.Padding(torch.tensor([4, 0]), "left"), "causal": True}, torch.tensor(
         [[True] * 6 + [False] * 4, [True] * 10]
     )
 
 
-def blind_by_distance():
+def no_keys_by_distance():
     query = torch.cat((torch.arange(5), 1000 + torch.arange(5)))
     return {"mask": ise.Window(3), "position_ids": (query, torch.arange(10))}, torch.tensor(
         [[False] * 5 + [True] * 5] * 2
     )
 
 
-def check_blind(position, how, backend, dtype):
-    arguments, blind = how()
+def check_no_keys(position, how, backend, dtype):
+    arguments, no_keys = how()
     recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(TRAINED))
     q, k, v = (x.requires_grad_(backend != "flex") for x in qkv(3, keys=10, dtype=dtype))
     out, aux = attention(q, k, v, recipe, **arguments, backend=backend, return_lse=True, return_entropy=True)
-    blind = blind[:, None].expand(2, 4, 10)
-    assert bool((out[blind] == 0).all())
-    assert torch.equal(aux.lse == -math.inf, blind)
-    assert bool((aux.entropy[blind] == 0).all())
+    no_keys = no_keys[:, None].expand(2, 4, 10)
+    assert bool((out[no_keys] == 0).all())
+    assert torch.equal(aux.lse == -math.inf, no_keys)
+    assert bool((aux.entropy[no_keys] == 0).all())
     assert not bool(torch.stack([x.isnan().any() for x in (out, aux.lse, aux.entropy)]).any())
     if backend != "flex":
         out.float().square().sum().backward()
         for x in (q, k, v):
             assert bool(x.grad.isfinite().all())
-        assert bool((q.grad[blind] == 0).all())
+        assert bool((q.grad[no_keys] == 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", TRAINABLE)
-@pytest.mark.parametrize("how", [blind_by_lengths, blind_by_left_padding, blind_by_distance])
+@pytest.mark.parametrize("how", [no_keys_by_lengths, no_keys_by_left_padding, no_keys_by_distance])
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
 def test_a_query_that_sees_nothing_gives_zeros(position, how, backend, dtype):
-    check_blind(position, how, backend, dtype)
+    check_no_keys(position, how, backend, dtype)
 
 
-@pytest.mark.parametrize("how", [blind_by_lengths, blind_by_left_padding, blind_by_distance])
+@pytest.mark.parametrize("how", [no_keys_by_lengths, no_keys_by_left_padding, no_keys_by_distance])
 @pytest.mark.parametrize("position", ["rope", "rerope", "alibi"])
 def test_a_query_that_sees_nothing_gives_zeros_on_flex(position, how):
-    check_blind(position, how, "flex", torch.float32)
+    check_no_keys(position, how, "flex", torch.float32)

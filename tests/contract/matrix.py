@@ -12,7 +12,7 @@ from isentrope.dispatch import BACKENDS
 # backends that are not compared with the reference on a CPU, gradients included, and why; all others are
 NOT_ON_CPU = {
     "reference": "is what others are compared with",
-    "flex": "has no backward on a CPU: compared without gradients, here and in test_precision.py on a GPU",
+    "flex": "has no backward on a CPU: compared without gradients in test_matrix.py, with them in test_precision.py",
     "decode": "needs Triton and a GPU: compared in test_fast.py",
     "band": "needs Triton and a GPU: compared in test_fast.py",
 }
