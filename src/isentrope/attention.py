@@ -17,7 +17,7 @@ from isentrope.core.layout_checks import PositionIds
 from isentrope.dispatch import dispatch
 from isentrope.masks import Mask
 from isentrope.recipe import Recipe, as_recipe
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 
 @dataclass(frozen=True)

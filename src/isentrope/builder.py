@@ -21,7 +21,7 @@ from isentrope.positions import NoPE, Position
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 T = TypeVar("T")
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of a score

@@ -19,7 +19,7 @@ from isentrope.backends.protocol import Backend
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.entropy import compute_entropy
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 REFERENCE, DENSE, SDPA, FLEX = ReferenceBackend(), DenseBackend(), sdpa.SDPABackend(), FlexBackend()
 CHUNKED, DECODE, BAND = ChunkedBackend(), DecodeBackend(), BandBackend()

@@ -12,7 +12,7 @@ import torch
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.parts import REQUIRED, Part
-from isentrope.utils.text import format_value, suggest, truncate
+from isentrope.utils.messages import format_value, suggest, truncate
 
 # the parts that a recipe's text may name; add a new method here
 KINDS: dict[str, tuple[type[Part], ...]] = {

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from isentrope.calibration.select import LEVELS
-from isentrope.evaluation.recipes import PLAIN, parse_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
 from isentrope.utils.parsing import parse_numbers
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from isentrope.evaluation.recipes import PLAIN, check_recipes
+from isentrope.evaluation.recipe_texts import PLAIN, check_recipes
 from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.core.compile import values_are_readable
 from isentrope.dispatch import check_backend
-from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
 from isentrope.hf.layer import Layer
 from isentrope.hf.layer_plan import (
@@ -29,6 +28,7 @@ from isentrope.hf.layer_plan import (
 )
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
+from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
 from isentrope.recipe import Recipe

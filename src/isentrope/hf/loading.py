@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from isentrope.core.dtypes import choose_load_dtype
-from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
 from isentrope.hf.names import CONFIG_KEY, LAYER, SHARED_POSITION
+from isentrope.hf.peft_adapters import read_adapter
 from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe
 from isentrope.pretrained import HUB_OPTIONS, check_weights, load_pretrained, open_tensors, saved_dtype
 from isentrope.recipe import Recipe

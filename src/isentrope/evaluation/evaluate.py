@@ -16,7 +16,7 @@ from isentrope.data.needles import Haystack
 from isentrope.evaluation.loading import as_model, get_model_name, keep_mode, load_tokenizer, read_causal_config
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, forgets, rank_recipes, select_best
-from isentrope.evaluation.recipes import PLAIN, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import list_failures, write_results
 from isentrope.evaluation.retrieval import (
     PromptFormat,
