@@ -81,6 +81,6 @@ def __getattr__(name: str) -> Any:
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
 
 
-# folders of extended models have a model type of their own, which transformers knows from here on
+# folders of extended models have a model type of their own, which is registered with transformers here
 after_import("transformers.models.auto.configuration_auto", lambda: import_module("isentrope.saved_config"))
 register_deprecated_modules()

@@ -212,7 +212,7 @@ def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str
 
 
 def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
-    """Build the part called `name`; unknown names and options are answered with a suggestion."""
+    """Build the part called `name`; errors for unknown names and options suggest a known one."""
     if name not in PARTS:
         raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
     kind, part = PARTS[name]

@@ -195,7 +195,7 @@ def test_version() -> None:
     ],
 )
 def test_modules_above_torch_do_not_import_it(module: str, heavy: list[str]) -> None:
-    # `import isentrope` itself brings torch: an empty package in its place shows what the module asks for
+    # `import isentrope` itself brings torch: an empty package in its place shows what the module imports
     code = f"""
 import importlib, sys, types
 package = types.ModuleType("isentrope")

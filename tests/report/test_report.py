@@ -31,9 +31,8 @@ def test_protocols_never_meet(tmp_path: Path) -> None:
     single, at_once = load_plans(tmp_path)[0].grids
     assert single.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
     assert at_once.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(3))
-    assert "one token masked at a time" in tables.write_caption(
-        single
-    ) and "15 % masked at once" in tables.write_caption(at_once)
+    assert "one token masked at a time" in tables.write_caption(single)
+    assert "15 % masked at once" in tables.write_caption(at_once)
     texts = tables.render_markdown(tables.format_grid(single)), tables.render_markdown(tables.format_grid(at_once))
     assert "2.72" in texts[0] and "20.09" not in texts[0] and "2.72" not in texts[1]
 

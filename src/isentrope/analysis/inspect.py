@@ -57,7 +57,7 @@ class InspectConfig:
         head: the same; by default the mean of all heads.
         region: what the heatmaps show; by default everything.
         inset: a part to show beside it.
-        train_length: in place of what the model's config says.
+        train_length: in place of the one in the model's config.
     """
 
     lengths: tuple[int, ...]

@@ -175,7 +175,7 @@ def find_model(model: Any) -> Any:
 
 
 def _find_containing_model(inner: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the transformers model that a model without a head is part of, or None; modules do not know theirs."""
+    """Return the transformers model that a model without a head is part of, or None: modules do not store it."""
     if inner.base_model is not inner:
         return None
     for collect in (False, True):

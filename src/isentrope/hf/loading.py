@@ -51,7 +51,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
 
 def load_and_extend(make: Callable[..., Any], folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model with `make(folder, …)`, and extend it as its config says; returns what `make` does."""
+    """Load a saved model with `make(folder, …)`, and extend it as its config specifies; returns what `make` does."""
     saved = read_recipe(config, folder)
     options.setdefault("attn_implementation", _choose_implementation(config))
     loaded = make(folder, *args, config=copy_plain_config(config), **options)
@@ -103,7 +103,7 @@ def _get_hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
-    """Load the parameters of the recipe, which transformers does not know."""
+    """Load the parameters of the recipe, which transformers does not load."""
     parameters = {
         name: x for name, x in model.named_parameters() if f"{LAYER}." in name or name.startswith(SHARED_POSITION)
     }

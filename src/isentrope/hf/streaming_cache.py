@@ -100,7 +100,7 @@ class StreamingCache(Cache):
         if native and max(native) >= sizes[1]:
             raise ValueError(
                 f"StreamingCache: expected a window of at least {max(native) + 1:g}, the model's own, in the recipe, "
-                f"got {sizes[1]}: what the model stops seeing by itself cannot be told apart in the cache"
+                f"got {sizes[1]}: the cache cannot distinguish tokens that the model's own window excludes"
             )
         count = 1 + max(layer.index for layer in extension.layers)
         super().__init__(layers=[StreamingLayer(*sizes) for _ in range(count)])
