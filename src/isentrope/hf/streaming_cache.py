@@ -92,9 +92,9 @@ class StreamingCache(Cache):
         sizes = _get_sinks_and_window(extension.recipe)
         if sizes is None:
             raise ValueError(
-                "StreamingCache: expected a model extended with 'sink:sinks=…,size=…', or with 'rerope:window=…' and "
-                "'lambda:sinks=…,window=…' of at least that window, and a temperature that counts visible keys, got "
-                f"{str(extension.recipe)!r}"
+                "StreamingCache: expected a model extended with 'sink:sinks=…,size=…' and plain rotation, or with "
+                "'rerope:window=…' and 'lambda:sinks=…,window=…' of at least that window, and a temperature that "
+                f"counts visible keys, got {str(extension.recipe)!r}"
             )
         native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
         if native and max(native) >= sizes[1]:

@@ -57,7 +57,7 @@ class ModelRotary:
         Raises:
             ValueError: the method `name` computes frequencies from the base, which would discard the model's scaling.
         """
-        remedy = "use 'rerope', 'leakyrerope', 'selfextend' or 'pi', which keep them"
+        remedy = "use a method that keeps them, such as 'rerope', 'selfextend' or 'pi'"
         if self.kind != "default":
             raise ValueError(
                 f"{self.model_type}: its frequencies are already scaled (rope_type {self.kind!r}), and {name} would "

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Self
 
-import torch
 from torch import Tensor
 
 from isentrope.core.region import band
 from isentrope.parts import MAX_FACTOR, check_integer, check_number
-from isentrope.positions.branch import Branch, ModelRotary
-from isentrope.positions.rope import Rotary
+from isentrope.positions.branch import Branch
+from isentrope.positions.rope import PositionMap
 
 
 @dataclass(frozen=True)
-class NearAndFar(Rotary):
+class NearAndFar(PositionMap):
     """RoPE for |Δ| < window, the positions from `far` beyond."""
 
     window: int
@@ -43,15 +41,6 @@ class NearAndFar(Rotary):
             Branch(band(-inf, 1 - w), *self.far(query, key, 1)),
             Branch(band(w, inf), *self.far(query, key, -1)),
         )
-
-    def fit(self, model: ModelRotary) -> Self:
-        if self.base != Rotary.base:
-            raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
-        return self._match_model(model, self.base)
-
-    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the model's own frequencies."""
-        return model.theta.to(device, dtype)
 
 
 @dataclass(frozen=True)

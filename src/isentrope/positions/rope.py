@@ -62,13 +62,13 @@ class Rotary(Position):
         if base == Rotary.base:
             model.check_unscaled(self.name())
             base = model.base or base
-        return self._match_model(model, base)
+        return self.match_model(model, base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the method's own `frequencies` at the model's base, which replace the model's."""
         return self.frequencies(model.dim, length, dtype, device)
 
-    def _match_model(self, model: ModelRotary, base: float) -> Self:
+    def match_model(self, model: ModelRotary, base: float) -> Self:
         """Return the method with the model's layout and number of rotated entries."""
         if self.layout not in (Rotary.layout, model.layout):
             raise ValueError(
@@ -92,7 +92,7 @@ class RoPE(Rotary):
     rotary_dim: int | None = None
 
     def fit(self, model: ModelRotary) -> Self:
-        return self._match_model(model, self.base)
+        return self.match_model(model, self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the model's own frequencies, unless the recipe has another base."""
@@ -115,10 +115,24 @@ class PI(Rotary):
         return super().frequencies(head_dim, length, dtype, device) / self.factor
 
     def fit(self, model: ModelRotary) -> Self:
-        return self._match_model(model, model.base or self.base)
+        return self.match_model(model, model.base or self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return model.theta.to(device, dtype) / self.factor
+
+
+@dataclass(frozen=True)
+class PositionMap(Rotary):
+    """A method that changes positions, in `branches`, and keeps the frequencies that a model has."""
+
+    def fit(self, model: ModelRotary) -> Self:
+        if self.base != Rotary.base:
+            raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
+        return self.match_model(model, self.base)
+
+    def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the model's own frequencies."""
+        return model.theta.to(device, dtype)
 
 
 class TrainedLength(Rotary):
