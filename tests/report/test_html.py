@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.recipe import KINDS
-from isentrope.report.figures.curves import draw_curves
 from isentrope.report.figures.perplexity import TEMPERATURES
+from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 
