@@ -32,7 +32,7 @@ from isentrope.temperatures import (
     YaRNTemperature,
 )
 from isentrope.utils.extras import name_missing_extras
-from isentrope.utils.imports import after_import
+from isentrope.utils.import_hooks import after_import
 from isentrope.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from isentrope.analysis.inspect import inspect
     from isentrope.calibration.calibrate import calibrate
     from isentrope.data.collate import PoSECollator
-    from isentrope.evaluation.compare import evaluate
-    from isentrope.hf.cache import StreamingCache
+    from isentrope.evaluation.evaluate import evaluate
     from isentrope.hf.describe import describe
     from isentrope.hf.export import export
     from isentrope.hf.extend import extend, extended, restore
     from isentrope.hf.loading import load
+    from isentrope.hf.streaming_cache import StreamingCache
 
 # fmt: off
 __all__ = [  # noqa: RUF022  # by topic, as above
@@ -63,7 +63,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
 _LAZY = {
     "PoSECollator": "isentrope.data.collate",
     "calibrate": "isentrope.calibration.calibrate",
-    "evaluate": "isentrope.evaluation.compare",
+    "evaluate": "isentrope.evaluation.evaluate",
     "inspect": "isentrope.analysis.inspect",
     "theory": "isentrope.theory",
 } | dict.fromkeys(("StreamingCache", "describe", "export", "extend", "extended", "load", "restore"), "isentrope.hf")
@@ -81,6 +81,6 @@ def __getattr__(name: str) -> Any:
     return module if module.__name__ == f"isentrope.{name}" else getattr(module, name)
 
 
-# folders of extended models have a model type of their own, which transformers knows from here on
+# folders of extended models have a model type of their own, which is registered with transformers here
 after_import("transformers.models.auto.configuration_auto", lambda: import_module("isentrope.saved_config"))
 register_deprecated_modules()

@@ -17,7 +17,7 @@ from isentrope.core.layout_checks import PositionIds
 from isentrope.dispatch import dispatch
 from isentrope.masks import Mask
 from isentrope.recipe import Recipe, as_recipe
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def attention(
 ) -> Any:
     """Compute softmax(τ(n) · s(q, k) + bias) v under a recipe.
 
-    With fewer queries than keys the last query stands at the last key of its row that is not padding, the one before it
+    With fewer queries than keys the last query is at the last key of its row that is not padding, the one before it
     at the key before, and so on. A query that sees no key gives zeros (lse -inf, entropy 0).
 
     Padding is never read: whatever k and v hold in slots that `lengths`, `Padding` or `layout` pads, NaN and inf
@@ -64,7 +64,7 @@ def attention(
         recipe: a `Recipe`, its text, or None for plain attention.
         causal: no query sees a key ahead of it.
         lengths: unpadded keys per row, (batch,), padding on the right.
-        position_ids: positions of the keys (a query has that of the key it stands at), or of the queries alone, or a
+        position_ids: positions of the keys (a query has that of its own key), or of the queries alone, or a
             pair (queries, keys). Masks and distances are measured in positions.
         mask: a mask for this call, joined to the recipe's with `&`: `Padding` and `Document` belong here.
         layout: in place of lengths, position_ids, Padding and Document, where a caller has computed the geometry.

@@ -21,14 +21,14 @@ from isentrope.positions import NoPE, Position
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Temperature
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 T = TypeVar("T")
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of a score
 
 
 class Inputs(NamedTuple):
-    """The arguments of `attention` that say what is attended to; its docstring explains them."""
+    """The arguments of `attention` that define what is attended to; its docstring explains them."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ class _Sizes(NamedTuple):
 def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     """Build the call passed to a backend.
 
-    All but q, k and v is cached with the layout: the layers of a model ask for the same.
+    All but q, k and v is cached with the layout: the layers of a model need the same.
     """
     if not _is_cacheable(inputs, recipe):
         return _build(inputs, recipe, *compute_geometry(inputs, recipe.mask))
@@ -91,7 +91,7 @@ def _is_cacheable(inputs: Inputs, recipe: Recipe) -> bool:
 
 
 def compute_geometry(inputs: Inputs, recipe_mask: Mask | None) -> tuple[Layout, Region]:
-    """Return where tokens stand, and which keys each query may see."""
+    """Return the positions of tokens, and which keys each query may see."""
     layout = _compute_layout(inputs, recipe_mask)
     return layout, _compute_region(layout, inputs, recipe_mask)
 

@@ -108,7 +108,7 @@ class _Loader(Loader):
         new = f"isentrope.{MODULES[old]}"
         renamed = NAMES.get(old, {})
         if not hasattr(module, "__path__"):  # a package is only on the way to its modules, which warn
-            message = f"{module.__name__} is now {new}; the old path goes away in the next release"
+            message = f"{module.__name__} is now {new}; the old path will be removed in the next release"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
 
         def find_name(name: str) -> Any:

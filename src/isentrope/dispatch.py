@@ -1,4 +1,4 @@
-"""Choose a backend and run it: the only module that knows which one is best at what."""
+"""Choose a backend and run it: the only module that compares backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isentrope.backends.protocol import Backend
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.entropy import compute_entropy
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 REFERENCE, DENSE, SDPA, FLEX = ReferenceBackend(), DenseBackend(), sdpa.SDPABackend(), FlexBackend()
 CHUNKED, DECODE, BAND = ChunkedBackend(), DecodeBackend(), BandBackend()
@@ -162,7 +162,7 @@ def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: b
     out = call.q.new_empty(*call.q.shape[:-1], call.v.shape[-1])
     lses, entropies, names = [], [], []
     while parts:
-        heads, part = parts.pop(0)  # what it folds goes with it
+        heads, part = parts.pop(0)  # what it folds is freed with it
         out[:, heads], lse, entropy, chosen = _run(part, name, need_lse, need_entropy)
         lses.append(lse)
         entropies.append(entropy)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isentrope.core.region import CAUSAL, EVERYTHING, Region, band, first_keys
 from isentrope.parts import REQUIRED, Part, check_choice, check_integer
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 MAX_MASKS = 32  # in one compound: each may split the regions of the others
 

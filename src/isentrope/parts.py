@@ -6,7 +6,7 @@ import inspect
 from numbers import Real
 from typing import Any
 
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 REQUIRED: Any = object()  # the default of an option without one
 # Limits of options. Lengths are computed in floating point, which is exact for integers up to 2^53.

@@ -112,7 +112,7 @@ def load_pretrained(
             f"{where}: lacks {_name_first(missing)} of the {model.config.model_type} model{renamed}; {remedy}"
         )
     for key, shape, expected in sorted(info["mismatched_keys"]):
-        shapes = f"shape {tuple(shape)}, expected {tuple(expected)} as its config.json says"
+        shapes = f"shape {tuple(shape)}, expected {tuple(expected)} by its config.json"
         raise ValueError(f"{where}: {key} has {shapes}; {remedy}")
     check_finite(model, where, remedy)
     return model

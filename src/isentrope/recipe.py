@@ -12,7 +12,7 @@ import torch
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.parts import REQUIRED, Part
-from isentrope.utils.text import format_value, suggest, truncate
+from isentrope.utils.messages import format_value, suggest, truncate
 
 # the parts that a recipe's text may name; add a new method here
 KINDS: dict[str, tuple[type[Part], ...]] = {
@@ -212,7 +212,7 @@ def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str
 
 
 def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
-    """Build the part called `name`; unknown names and options are answered with a suggestion."""
+    """Build the part called `name`; errors for unknown names and options suggest a known one."""
     if name not in PARTS:
         raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
     kind, part = PARTS[name]

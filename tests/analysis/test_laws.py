@@ -20,7 +20,7 @@ from isentrope.analysis import entropy_laws as laws
 from isentrope.cli import app
 from isentrope.report.figures import laws as figures
 from isentrope.report.figures.style import spread_apart
-from isentrope.report.tables import terminal as tables
+from isentrope.report.tables.laws import build_laws_table, select_lengths
 
 TINY = laws.EntropyLawsConfig(longest=256, queries=128)
 KEYS = [law.key for law in laws.build_laws(TINY)]
@@ -130,7 +130,7 @@ def test_labels_are_moved_apart_and_no_further() -> None:
 def test_table_fits_80_columns(results: Path) -> None:
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(tables.build_laws_table(results))
+        console.print(build_laws_table(results))
     lines = capture.get().splitlines()
     assert max(map(len, lines)) <= 80
     for law in json.loads(results.read_text(encoding="utf-8"))["laws"]:
@@ -140,7 +140,7 @@ def test_table_fits_80_columns(results: Path) -> None:
 
 @pytest.mark.parametrize(("count", "shown"), [(2, [0, 1]), (4, [0, 1, 2, 3]), (5, [0, 2, 4]), (10, [0, 3, 6, 9])])
 def test_table_shows_a_few_lengths(count: int, shown: list[int]) -> None:
-    assert tables.select_lengths(list(range(count))) == shown
+    assert select_lengths(list(range(count))) == shown
 
 
 def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
@@ -186,13 +186,16 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("isentrope.report.tables.terminal", ["torch", "matplotlib"]),
+        ("isentrope.report.tables.laws", ["torch", "matplotlib"]),
+        ("isentrope.report.tables.partition", ["torch", "matplotlib"]),
+        ("isentrope.report.tables.perplexity", ["torch", "matplotlib"]),
+        ("isentrope.report.tables.plans", ["torch", "matplotlib"]),
         ("isentrope.report.figures.laws", ["torch", "matplotlib.pyplot"]),
         ("isentrope.cli", ["torch", "matplotlib", "scipy"]),
     ],
 )
 def test_modules_above_torch_do_not_import_it(module: str, heavy: list[str]) -> None:
-    # `import isentrope` itself brings torch: an empty package in its place shows what the module asks for
+    # `import isentrope` itself brings torch: an empty package in its place shows what the module imports
     code = f"""
 import importlib, sys, types
 package = types.ModuleType("isentrope")

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
-from isentrope.evaluation.compare import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.evaluate import choose_edges, parse_length, usual_recipes
 from isentrope.evaluation.loading import load_tokenizer
 from isentrope.evaluation.ranking import rank_recipes, select_best
-from isentrope.evaluation.recipes import check_recipes
+from isentrope.evaluation.recipe_texts import check_recipes
 from isentrope.experiments.causal_plan import plan_causal_evaluation
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.runner import run_plan

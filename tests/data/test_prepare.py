@@ -22,7 +22,7 @@ from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
 from isentrope.models.tokenizer import build_character_tokenizer
 from isentrope.report.figures import partition as corpus
-from isentrope.report.tables import terminal as tables
+from isentrope.report.tables.partition import build_partition_table
 
 SMALL = PrepareOptions(longer_than=300, test=4)
 WORDS = [f"{a}{b}{c}" for a in "bcdfghklm" for b in "aeiou" for c in "nrst"]
@@ -289,7 +289,7 @@ def test_folders_that_are_not_ready(done, tmp_path):
 
 
 def test_table_and_figure(done):
-    table = tables.build_partition_table(done / "manifest.json")
+    table = build_partition_table(done / "manifest.json")
     assert [str(column.header) for column in table.columns] == ["", "Train", "Validation", "Test"]
     assert table.row_count == 4 and next(iter(table.columns[1].cells)) == "80"
     paths = corpus.draw_partition(done / "manifest.json")

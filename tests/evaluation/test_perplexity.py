@@ -28,7 +28,7 @@ from isentrope.evaluation.results import list_failures
 from isentrope.evaluation.texts import Text, load_texts
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures.perplexity import draw_perplexity
-from isentrope.report.tables import terminal as tables
+from isentrope.report.tables.perplexity import build_perplexity_table
 from tests.fixtures.models import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")
@@ -206,7 +206,7 @@ def test_the_command(tmp_path):
 
 def test_table_and_figure(tmp_path):
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
-    assert tables.build_perplexity_table(results).row_count == 3
+    assert build_perplexity_table(results).row_count == 3
     assert all(path.stat().st_size > 1000 for path in draw_perplexity(results))
 
 
@@ -229,7 +229,7 @@ def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):
     mean = sum((a - b)[:63].double().mean() for a, b in zip(other, losses, strict=True)) / 3
     assert changed["percent"] == pytest.approx(100 * (exp(mean) - 1), rel=1e-3) and same["percent"] == 0
     shown = Console(width=120, force_terminal=True, file=StringIO())
-    shown.print(tables.build_perplexity_table(tmp_path / "perplexity.json"))
+    shown.print(build_perplexity_table(tmp_path / "perplexity.json"))
     assert ("\x1b[31m" in shown.file.getvalue()) == (changed["percent"] > 0.5)
 
 

@@ -18,7 +18,7 @@ from isentrope.evaluation.results import (
     read_results,
     write_cell,
 )
-from isentrope.report.tables import terminal as tables
+from isentrope.report.tables.perplexity import build_perplexity_table
 
 MODEL = {"name": "m", "type": "llama", "dtype": "float32", "weights": "0"}
 HEAD = {"model": MODEL, "config": {"recipes": ("plain",), "edges": (0, 8), "seed": 0}}
@@ -38,7 +38,7 @@ def test_a_file_without_a_version_is_of_version_1_and_a_newer_one_is_refused(tmp
     assert ResultsStore(tmp_path, PERPLEXITY, HEAD).cells == {("plain", "a"): CELL}
     stored(tmp_path, version=2, texts=[], rows=[])
     readers = (lambda: ResultsStore(tmp_path, PERPLEXITY, HEAD), lambda: rank_recipes(tmp_path))
-    for read in (*readers, lambda: tables.build_perplexity_table(path)):
+    for read in (*readers, lambda: build_perplexity_table(path)):
         with pytest.raises(ValueError, match=r"perplexity\.json: results of version 2, .* reads version 1; upgrade it"):
             read()
 

@@ -17,7 +17,7 @@ from isentrope.data.filler import ADJECTIVES, FILLER, NOUNS
 from isentrope.data.needles import CHAIN_LENGTH, MULTIVALUE_NEEDLES, TASKS, Haystack
 from isentrope.evaluation import retrieval
 from isentrope.evaluation.metrics import wilson_interval
-from isentrope.evaluation.recipes import under_recipe
+from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import list_failures
 from isentrope.evaluation.retrieval import (
     Prompt,

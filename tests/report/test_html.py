@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.report.figures.curves import draw_curves
+from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 

@@ -11,7 +11,7 @@ from isentrope.experiments.plan import load_plan, plan_names
 from isentrope.report.claims import evaluate_claims
 from isentrope.report.html import page
 from isentrope.report.load import Row, load_plans
-from isentrope.report.tables import grid
+from isentrope.report.tables import plan_tables as tables
 from isentrope.report.tables.published import compare_with_paper, direction_of_change, load_published_tables
 from tests.fixtures.study import cell, claim, small
 
@@ -72,7 +72,7 @@ def test_numbers_beside_the_paper(tmp_path: Path) -> None:
     first = ablation(tmp_path, title="A | B")
     found = compare_with_paper(first)
     assert found is not None and found.lengths == [2048, 4096] and len(found.rows) == 4
-    labels = grid.format_grid(first).labels
+    labels = tables.format_grid(first).labels
     assert found.number_rows("acc", labels)[1:] == [
         ["GAU-α", "0.10 / 0.58", "<0.1 / 0.58"], ["GAU-α w/ C.S.", "0.43 / 0.79", "0.32 / 0.79"],
         ["GAU-α w/ I.S.", "0.23 / 0.40", "<0.1 / 0.40"], ["GAU-α w/ C.S., I.S.", "0.44 / –", "0.34 / –"],
@@ -85,10 +85,10 @@ def test_numbers_beside_the_paper(tmp_path: Path) -> None:
         ]  # fmt: skip
     said_of = "ACC at 4096 tokens changes as in the paper's table 4.5 for 1 of 1 methods, C.S. against plain."
     assert found.summarize() == said_of
-    text = grid.render_comparison(found, labels)
+    text = tables.render_comparison(found, labels)
     assert r"## A \| B: comparison with the paper" in text and said_of in text and text.count("|:--|--:|--:|") == 4
     assert "| GAU-α | &lt;0.1 / " not in text and "| GAU-α | 0.10 / 0.58 | &lt;0.1 / 0.58 |" in text
-    written = {path.name for path in grid.write_tables(tmp_path)}
+    written = {path.name for path in tables.write_tables(tmp_path)}
     assert {"beside.md", "beside.png", "beside.svg"} <= written
     assert "](beside.png)" in (tmp_path / "beside.md").read_text(encoding="utf-8")
     shown = page.write_page(tmp_path).read_text(encoding="utf-8")

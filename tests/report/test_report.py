@@ -15,7 +15,7 @@ from isentrope.report.claims import evaluate_claims
 from isentrope.report.html import page
 from isentrope.report.html import summary as words
 from isentrope.report.load import Row, load_plans
-from isentrope.report.tables import grid
+from isentrope.report.tables import plan_tables as tables
 from isentrope.report.tables.numbers import format_number
 from tests.fixtures.study import ROWS, cell, plan, small, write
 
@@ -31,10 +31,9 @@ def test_protocols_never_meet(tmp_path: Path) -> None:
     single, at_once = load_plans(tmp_path)[0].grids
     assert single.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
     assert at_once.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(3))
-    assert "one token masked at a time" in grid.write_caption(single) and "15 % masked at once" in grid.write_caption(
-        at_once
-    )
-    texts = grid.render_markdown(grid.format_grid(single)), grid.render_markdown(grid.format_grid(at_once))
+    assert "one token masked at a time" in tables.write_caption(single)
+    assert "15 % masked at once" in tables.write_caption(at_once)
+    texts = tables.render_markdown(tables.format_grid(single)), tables.render_markdown(tables.format_grid(at_once))
     assert "2.72" in texts[0] and "20.09" not in texts[0] and "2.72" not in texts[1]
 
 
@@ -51,9 +50,9 @@ def test_seeds_are_averaged_and_failures_left_out(tmp_path: Path) -> None:
     assert (value.low, value.high) == (pytest.approx(exp(0.94)), pytest.approx(exp(2.12)))
     assert first.value(Row("A", "plain"), 256, "acc").seeds == 1
     assert first.value(Row("A", "C.S."), 128, "ppl") is None
-    sheet = grid.format_grid(first)
-    assert sheet.cells[Row("A", "C.S."), 128, "ppl"].text == grid.FAILED_TEXT
-    assert sheet.cells[Row("A", "both"), 128, "ppl"].text == grid.MISSING_TEXT
+    sheet = tables.format_grid(first)
+    assert sheet.cells[Row("A", "C.S."), 128, "ppl"].text == tables.FAILED_TEXT
+    assert sheet.cells[Row("A", "both"), 128, "ppl"].text == tables.MISSING_TEXT
     assert sheet.notes == [
         "– A at 256, seed 1 alone: failed, out of memory: 80 GiB",
         "– A w/ C.S. at 128, seed 0 alone: failed, diverged",
@@ -67,8 +66,8 @@ def test_the_later_line_of_a_cell_counts_and_strays_are_named(tmp_path: Path) ->
     found = [cell("A", "plain", 128, failed="killed"), cell("A", "plain", 128, 1.0), cell("B", "plain", 128, 1.0)]
     first = small(tmp_path, found)
     assert first.value(Row("A", "plain"), 128, "ppl").mean == pytest.approx(exp(1))
-    assert any("1 measured cells belong to no row" in note for note in grid.list_notes(first))
-    assert len(grid.render_csv(first.plan).splitlines()) == 4
+    assert any("1 measured cells belong to no row" in note for note in tables.list_notes(first))
+    assert len(tables.render_csv(first.plan).splitlines()) == 4
 
 
 def test_best_and_second_by_measured_numbers_with_ties(tmp_path: Path) -> None:
@@ -96,17 +95,17 @@ def test_numbers(x: float, metric: str, plain: str, capped: str) -> None:
 
 def test_beyond_the_cap_none_is_singled_out(tmp_path: Path) -> None:
     first = small(tmp_path, [cell("A", "plain", 128, 7.0), cell("A", "C.S.", 128, 8.0)])
-    assert {entry.rank for entry in grid.format_grid(first, cap=True).cells.values()} == {0}
-    assert {entry.rank for entry in grid.format_grid(first).cells.values()} == {0, 1, 2}
+    assert {entry.rank for entry in tables.format_grid(first, cap=True).cells.values()} == {0}
+    assert {entry.rank for entry in tables.format_grid(first).cells.values()} == {0, 1, 2}
 
 
 def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
     main = load_plans(made / "main")[0].grids[0]
-    text = grid.render_markdown(grid.format_grid(main, cap=True))
+    text = tables.render_markdown(tables.format_grid(main, cap=True))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 36 and {line.count("|") for line in lines} == {14}
     assert "| ReRoPE w/ C.S., I.S. |" in text and "&gt;500" in text and "**" in text and "<u>" in text
-    tex = grid.render_latex(grid.format_grid(main, cap=True))
+    tex = tables.render_latex(tables.format_grid(main, cap=True))
     assert tex.count(r"\midrule") == 9 and r"\label{table 4.2.3}" in tex and "$>$500" in tex and r"GAU-$\alpha$" in tex
     body = tex[tex.index(r"\midrule") : tex.index(r"\bottomrule")]
     assert {line.count("&") for line in body.splitlines() if line != r"\midrule"} == {12}
@@ -118,15 +117,15 @@ def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
 
 
 def test_rows_that_share_a_variant_are_named_by_their_method(made: Path) -> None:
-    sheet = grid.format_grid(load_plans(made / "cosscale-sweep")[0].grids[0])
+    sheet = tables.format_grid(load_plans(made / "cosscale-sweep")[0].grids[0])
     assert list(sheet.labels.values()) == ["8", "16", "32", "64", "128", "256"]
-    assert sheet.caption.endswith("All with C.S.") and r"\midrule" in grid.render_latex(sheet)
+    assert sheet.caption.endswith("All with C.S.") and r"\midrule" in tables.render_latex(sheet)
 
 
 def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
     found = load_plans(made / "main")[0]
-    rows = list(csv.DictReader(io.StringIO(grid.render_csv(found))))
-    assert len(rows) == len(found.cells) and tuple(rows[0]) == grid.CSV_COLUMNS
+    rows = list(csv.DictReader(io.StringIO(tables.render_csv(found))))
+    assert len(rows) == len(found.cells) and tuple(rows[0]) == tables.CSV_COLUMNS
     for row, told in zip(rows, found.cells, strict=True):
         assert row["ppl"] == ("" if told["ppl"] is None else repr(told["ppl"]))
         assert row["protocol"] == told["protocol"] and row["seconds"] == "1.5"
@@ -136,13 +135,13 @@ def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
 def test_names_with_markup_survive_every_format(tmp_path: Path) -> None:
     name = "<b>R&D_1|x</b> [bold]é漢{50%}$"
     first = small(tmp_path, [cell(name, "plain", 128, 1.0)], [(name, "plain"), (name, "<i>")], title=name)
-    sheet = grid.format_grid(first)
-    assert "&lt;b&gt;R&amp;D\\_1\\|x&lt;/b&gt;" in grid.render_markdown(sheet)
-    assert r"$<$b$>$R\&D\_1|x$<$/b$>$ [bold]é漢\{50\%\}\$" in grid.render_latex(sheet)
+    sheet = tables.format_grid(first)
+    assert "&lt;b&gt;R&amp;D\\_1\\|x&lt;/b&gt;" in tables.render_markdown(sheet)
+    assert r"$<$b$>$R\&D\_1|x$<$/b$>$ [bold]é漢\{50\%\}\$" in tables.render_latex(sheet)
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(grid.render_terminal(tmp_path))
+    console.print(tables.render_terminal(tmp_path))
     assert f"{name}: PPL" in console.export_text()
-    assert next(csv.DictReader(io.StringIO(grid.render_csv(first.plan))))["method"] == name
+    assert next(csv.DictReader(io.StringIO(tables.render_csv(first.plan))))["method"] == name
     text = page.write_page(tmp_path).read_text(encoding="utf-8")
     assert "<b>R&D" not in text and "<i>" not in text and "&lt;b&gt;R&amp;D_1|x&lt;/b&gt;" in text
 
@@ -162,7 +161,7 @@ def test_numbers_that_are_none_and_bare_plans(tmp_path: Path) -> None:
     broken = cell("A", "plain", 128, 1.0) | {"ppl": nan, "acc": nan}
     first = small(tmp_path, [broken, cell("A", "C.S.", 128, 1.0) | {"ppl": inf, "ppl_low": None, "ppl_high": None}])
     assert first.failures(Row("A", "plain"), 128) == {0: "not a number"}
-    assert grid.format_grid(first).cells[Row("A", "C.S."), 128, "ppl"].text == "∞"
+    assert tables.format_grid(first).cells[Row("A", "C.S."), 128, "ppl"].text == "∞"
     page.write_report(tmp_path)
     bare = {"name": "dataset", "lengths": [], "protocol": "single", "rows": []}
     (tmp_path / "bare").mkdir()

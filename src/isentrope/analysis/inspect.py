@@ -23,7 +23,7 @@ from isentrope.analysis import attention_statistics as statistics
 from isentrope.analysis.attention_statistics import HeatmapWindow
 from isentrope.analysis.observe import entropy_rows, find_gated_units, run_observed
 from isentrope.evaluation.loading import get_model_name, load_causal_model, load_tokenizer
-from isentrope.evaluation.recipes import PLAIN, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import write_results
 from isentrope.evaluation.texts import Text, TextInput, iterate_documents
 from isentrope.hf.capture import CapturedAttention, get_recipe
@@ -57,7 +57,7 @@ class InspectConfig:
         head: the same; by default the mean of all heads.
         region: what the heatmaps show; by default everything.
         inset: a part to show beside it.
-        train_length: in place of what the model's config says.
+        train_length: in place of the one in the model's config.
     """
 
     lengths: tuple[int, ...]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.backends.merge import MergedBackend, PartialOutput
-from isentrope.backends.product import factor_dtype, product
+from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
@@ -35,7 +35,7 @@ class ChunkedBackend(MergedBackend):
         for rows, columns in _iterate_chunks(branch):
             scores = _compute_scores(branch, k, rows, columns)
             weights, top, total = maybe_compile(_compute_weights, (scores,), factors)(scores, factors)
-            o = product(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
+            o = matmul_wide(weights.flatten(2, 3), v[:, :, columns]).unflatten(2, weights.shape[2:4])
             out[:, :, rows] = (o / total.clamp_min(torch.finfo(dtype).tiny)).flatten(1, 2).to(out.dtype)
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
         return PartialOutput(out, lse)
@@ -52,12 +52,12 @@ class ChunkedBackend(MergedBackend):
         for rows, columns in _iterate_chunks(branch):
             p = _exp(_compute_scores(branch, k, rows, columns) - _group_heads(anchor[:, :, rows, None], branch))
             g = _group_heads(grad[:, :, rows].to(factors), branch).flatten(2, 3)
-            dp = product(g, v[:, :, columns].mT).view_as(p)
+            dp = matmul_wide(g, v[:, :, columns].mT).view_as(p)
             ds = (p * (dp - _group_heads(delta[:, :, rows, None], branch)) * branch.scale).flatten(2, 3).to(factors)
             q = _group_heads(branch.q[:, :, rows].to(factors), branch).flatten(2, 3)
-            dq[:, :, rows] = product(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
-            dk[:, :, columns] += product(ds.mT, q)
-            dv[:, :, columns] += product(p.flatten(2, 3).to(factors).mT, g)
+            dq[:, :, rows] = matmul_wide(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
+            dk[:, :, columns] += matmul_wide(ds.mT, q)
+            dv[:, :, columns] += matmul_wide(p.flatten(2, 3).to(factors).mT, g)
         return dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype)
 
 
@@ -82,7 +82,7 @@ def _group_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
 def _compute_scores(branch: FoldedBranch, k: Tensor, rows: slice, columns: slice) -> Tensor:
     """Return masked scores, (batch, kv_heads, groups, rows, columns)."""
     q = _group_heads(branch.q[:, :, rows].to(k.dtype), branch)
-    scores = product(q.flatten(2, 3), k[:, :, columns].mT).mul_(branch.scale).unflatten(2, q.shape[2:4])
+    scores = matmul_wide(q.flatten(2, 3), k[:, :, columns].mT).mul_(branch.scale).unflatten(2, q.shape[2:4])
     if (bias := branch.bias(rows, columns)) is not None:
         scores = scores + _group_heads(bias.to(scores.dtype), branch)
     if branch.unmasked:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.backends.product import product
 from isentrope.backends.protocol import Backend
+from isentrope.backends.wide_matmul import matmul_wide
 from isentrope.core.call import AttentionCall
 from isentrope.core.compile import maybe_compile
 
@@ -19,7 +19,7 @@ class DenseBackend(Backend):
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
         branches = call.fold()
-        scores = [product(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
+        scores = [matmul_wide(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
         masks = [None if branch.unmasked else branch.mask() for branch in branches]
         biases = [branch.bias() for branch in branches]
         v = call.v.repeat_interleave(call.groups, 1)

@@ -14,7 +14,7 @@ TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
 
 class Backend(ABC):
-    """One way to compute an `AttentionCall`. A backend knows neither recipes nor, a shared kernel aside, the others.
+    """One way to compute an `AttentionCall`. It uses no recipes and, a shared kernel aside, no other backend.
 
     name: as in `attention(backend=...)`.
     gradient: "autograd" through what `forward` runs, "merged" (see `merge`), or "none".

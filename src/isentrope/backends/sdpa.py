@@ -32,7 +32,7 @@ MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
 
 
 def has_fused_kernels(call: AttentionCall) -> bool:
-    """Return whether a GPU needs no mask: unpadded rows in half precision, bands that kernels know, no bias."""
+    """Return whether a GPU needs no mask: unpadded rows in half precision, bands that kernels support, no bias."""
     return _takes_flash(call.q, call.v) and all(None not in _list_bands(call, branch) for branch in call.branches)
 
 
@@ -43,7 +43,7 @@ def has_triangular_branch(call: AttentionCall) -> bool:
 
 
 class Tile(NamedTuple):
-    """A rectangle of queries and keys: with an additive mask, or a band that kernels know."""
+    """A rectangle of queries and keys: with an additive mask, or a band that kernels support."""
 
     q: Tensor
     k: Tensor
@@ -166,7 +166,7 @@ def _takes_flash(q: Tensor, v: Tensor) -> bool:
 
 
 def _list_bands(call: AttentionCall, branch: RotatedBranch) -> list[Band | None]:
-    """Return the band of each span of a branch, None where no kernel knows it."""
+    """Return the band of each span of a branch, None where no kernel supports it."""
     if branch.slopes is not None:
         return [None]
     regions = split_region(branch.region, call.layout)
@@ -174,7 +174,7 @@ def _list_bands(call: AttentionCall, branch: RotatedBranch) -> list[Band | None]
 
 
 def _band_of(branch: FoldedBranch) -> Band | None:
-    """Return the band that a branch is, None where no kernel knows it."""
+    """Return the band that a branch is, None where no kernel supports it."""
     return None if branch.slopes is not None else _find_band(branch.region, branch.layout, branch.q, branch.v)
 
 

@@ -28,7 +28,7 @@ from isentrope.calibration.select import LAWS, LEVELS, select_law, split_texts
 from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
-from isentrope.evaluation.recipes import PLAIN, parse_recipe, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe

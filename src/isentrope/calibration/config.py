@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from isentrope.calibration.select import LEVELS
-from isentrope.evaluation.recipes import PLAIN, parse_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
 from isentrope.utils.parsing import parse_numbers
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
@@ -24,7 +24,7 @@ class CalibrationConfig:
         factors: the same.
         levels: which laws are fitted, some of LEVELS.
         budget: seconds, of all runs in one folder together; None for no limit.
-        train_length: in place of what the model's config says.
+        train_length: in place of the one in the model's config.
         seed: decides which documents are held out.
     """
 
@@ -65,7 +65,7 @@ class CalibrationConfig:
             slot = f"{{{name}}}"
             if (slot in self.recipe) != bool(values):
                 raise ValueError(
-                    f"{name}s: expected numbers if, and only if, the recipe says {slot}, "
+                    f"{name}s: expected numbers if, and only if, the recipe contains {slot}, "
                     f"got {list(values)} for {self.recipe!r}"
                 )
             words = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]

@@ -65,7 +65,7 @@ def print_partition(manifest: Path) -> None:
     from rich.console import Console
 
     from isentrope.report.figures.partition import draw_partition
-    from isentrope.report.tables.terminal import build_partition_table
+    from isentrope.report.tables.partition import build_partition_table
 
     Console().print(build_partition_table(manifest))
     print_paths([manifest, *draw_partition(manifest)])

@@ -30,7 +30,7 @@ def laws(
 
     from isentrope.analysis.entropy_laws import EntropyLawsConfig, measure_laws
     from isentrope.report.figures.laws import draw_laws
-    from isentrope.report.tables.terminal import build_laws_table
+    from isentrope.report.tables.laws import build_laws_table
 
     results = measure_laws(EntropyLawsConfig(train_length, head_dim, alpha, longest, queries, seed), out)
     Console().print(build_laws_table(results))

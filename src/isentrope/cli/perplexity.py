@@ -36,7 +36,7 @@ def perplexity(
     from isentrope.evaluation.results import list_failures
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.perplexity import draw_perplexity
-    from isentrope.report.tables.terminal import build_perplexity_table
+    from isentrope.report.tables.perplexity import build_perplexity_table
 
     config = PerplexityConfig.parse(recipe, edges)
     disable_progress_bars()

@@ -64,9 +64,9 @@ def run_masked_plan(
     from rich.console import Console
 
     from isentrope.experiments.runner import run_plan
-    from isentrope.report.figures.curves import draw_curves
+    from isentrope.report.figures.plan_curves import draw_curves
     from isentrope.report.html.page import write_page
-    from isentrope.report.tables.grid import render_terminal, write_tables
+    from isentrope.report.tables.plan_tables import render_terminal, write_tables
     from isentrope.training.trainer import Interrupted, is_main_process
 
     disable_progress_bars()

@@ -27,7 +27,7 @@ def report(
     from rich.console import Console
 
     from isentrope.report.html.page import find_results, write_report
-    from isentrope.report.tables.grid import render_terminal
+    from isentrope.report.tables.plan_tables import render_terminal
 
     plans, recipe_folders = find_results(folder)
     written = write_report(folder, cap)

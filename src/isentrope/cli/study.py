@@ -33,7 +33,7 @@ def list_plans() -> None:
     from rich.console import Console
 
     from isentrope.experiments import plan as plans
-    from isentrope.report.tables.terminal import build_plans_table
+    from isentrope.report.tables.plans import build_plans_table
 
     names = (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())
     Console().print(build_plans_table([plans.describe_plan(name) for name in names]))
@@ -93,7 +93,7 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
     from rich.console import Console
 
     from isentrope.data.prepared import PreparedCorpus
-    from isentrope.report.tables.terminal import build_formulas_table
+    from isentrope.report.tables.laws import build_formulas_table
 
     if name == "laws":
         laws(out / "laws")

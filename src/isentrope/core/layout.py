@@ -287,7 +287,7 @@ def get_layout(
     frames: Frames | None = None,
     position_ids: PositionIds | None = None,
 ) -> Layout:
-    """Return a layout; those of unpadded rows are cached, since every layer and step asks for the same one."""
+    """Return a layout; those of unpadded rows are cached, since every layer and step needs the same one."""
     is_default = rows is None and frames is None and position_ids is None
     probe = torch.empty(0, device=device)
     # a padded layout is the caller's own, and tensors of a traced or captured graph must not outlive it

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.compile import values_are_readable
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
 

@@ -1,6 +1,6 @@
 """Normalise, rotate and scale queries and keys, in one pass.
 
-All of it goes into q and k, so that any attention kernel runs every method unchanged.
+All of it is applied to q and k, so that any attention kernel runs every method unchanged.
 """
 
 from __future__ import annotations

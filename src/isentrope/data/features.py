@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-import isentrope.models  # noqa: F401  AutoModel then knows GAU-α
+import isentrope.models  # noqa: F401  registers GAU-α with AutoModel
 from isentrope.core.dtypes import choose_load_dtype
 from isentrope.pretrained import load_pretrained, saved_dtype
 

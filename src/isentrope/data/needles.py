@@ -28,7 +28,7 @@ VARIABLE_CHAINS, CHAIN_LENGTH = 2, 4  # one of the chains is the answer
 COMMON_WORDS, MIN_REPEATS = 3, 6  # words that are the answer, and their occurrences at least
 CODES = "The text below gives codes, numbers of seven digits. Keep them in mind."
 MIN_FILLER_WORDS = 32  # with fewer, depth would mean nothing
-MAX_DEPTH_ERROR = 0.1  # a needle may move this far to stand between sentences
+MAX_DEPTH_ERROR = 0.1  # a needle may move this far to be between sentences
 # words with the space before them, so that they join up to the text; long runs without spaces are split
 WORD = re.compile(r"\s*(?:[^\s。！？]{1,24}[。！？]*|[。！？]+)")
 SENTENCE_END = re.compile(r"[.!?。！？]+[\"'”’)\]]*$")

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from isentrope.evaluation.recipes import PLAIN, check_recipes
+from isentrope.evaluation.recipe_texts import PLAIN, check_recipes
 from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
@@ -40,8 +40,8 @@ class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
         recipe: its text, with `;` for `,`, at which the harness splits arguments. None or "plain" changes nothing. A
             model saved with a recipe has its own.
         allow_untrained: as in `isentrope.extend`.
-        **options: those of `hf`. Among them `max_length`, to which inputs are cut; by default what the model's config
-            says, and nothing is measured beyond it.
+        **options: those of `hf`. Among them `max_length`, to which inputs are cut; by default the length in the
+            model's config, and nothing is measured beyond it.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
-from isentrope.evaluation.recipes import PLAIN, check_recipes, pair_with_untempered, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
 from isentrope.hf.layer_plan import read_train_length

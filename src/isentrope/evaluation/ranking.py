@@ -117,6 +117,8 @@ def is_degraded(row: RankedRecipe) -> bool:
 
 def forgets(recipe: str) -> bool:
     """Whether a recipe lets attention see only a part of the text."""
-    from isentrope.evaluation.recipes import parse_recipe  # reports import this module to read files, without models
+    from isentrope.evaluation.recipe_texts import (
+        parse_recipe,  # reports import this module to read files, without models
+    )
 
     return parse_recipe(recipe).mask is not None

@@ -91,7 +91,7 @@ class Schema:
 
     Args:
         file: its name.
-        cell_key: fields that tell its cells apart.
+        cell_key: fields that identify a cell.
         identity: fields of the head, or of its `config` as `config.NAME`, that must be as in the earlier run.
         mismatch: what to call a file where they are not.
         needed: fields it must have, beside model, config and cells.

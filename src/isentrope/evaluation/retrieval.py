@@ -22,7 +22,7 @@ from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.masked_lm import UnmeasurableError
 from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.perplexity import summarize_error
-from isentrope.evaluation.recipes import check_recipes, under_recipe
+from isentrope.evaluation.recipe_texts import check_recipes, under_recipe
 from isentrope.evaluation.results import RETRIEVAL, ResultsStore
 from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress

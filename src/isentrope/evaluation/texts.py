@@ -132,4 +132,4 @@ def _byte_ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]
     code = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
     ends = np.concatenate(([0], np.cumsum(sizes)))[[end for _, end in offsets]]
-    return tuple(np.maximum.accumulate(ends).tolist())  # a mark put after the text says that it ends at 0
+    return tuple(np.maximum.accumulate(ends).tolist())  # a special token after the text has end 0

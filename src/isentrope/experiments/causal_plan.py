@@ -12,10 +12,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from isentrope.data.source import Source, find_text_files
-from isentrope.evaluation.compare import plan_comparison
+from isentrope.evaluation.evaluate import plan_comparison
 from isentrope.evaluation.perplexity import PerplexityConfig
 from isentrope.evaluation.retrieval import RetrievalConfig
-from isentrope.experiments.plan_parsing import check_keys, check_list, check_whole
+from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
 
 PLAN_KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER_KEYS = ("model", "gguf_file", "dtype", "device", "chat")

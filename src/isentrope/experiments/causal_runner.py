@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isentrope.evaluation.compare import Comparison, Inputs, compare_recipes
+from isentrope.evaluation.evaluate import Comparison, Inputs, compare_recipes
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import select_cells
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, list_failures, read_if_whole

@@ -134,7 +134,7 @@ class _CheckpointBuilder:
         return TrainedCheckpoint(spec.name, seed, folder / "best", identity)
 
     def _remove_broken(self, path: Path) -> None:
-        """Remove a broken train.json, whose folder's name already says which run it is."""
+        """Remove a broken train.json, whose folder's name already identifies the run."""
         state = PartialState()
         if state.is_main_process and path.exists():
             try:
@@ -163,7 +163,7 @@ def describe_trainings(trained: Trained) -> dict[str, Any]:
         if path.exists():
             summary = read_fields(path, "run the plan again", "config", "best", "seconds")
             row |= {key: summary[key] for key in ("config", "best", "seconds")}
-            if (start := Path(summary["config"]["model"] or "")).is_absolute():  # a location means nothing elsewhere
+            if (start := Path(summary["config"]["model"] or "")).is_absolute():  # absolute paths are not portable
                 row["config"]["model"] = start.parent.name
             row["log"] = read_log(path.with_name("log.jsonl"))
             described[label] = row

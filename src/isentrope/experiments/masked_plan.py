@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.evaluation.masked_lm import MaskingProtocol
-from isentrope.experiments.plan_parsing import check_keys, check_list
+from isentrope.experiments.plan_checks import check_keys, check_list
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
 from isentrope.training.config import build_config
+from isentrope.utils.messages import suggest
 from isentrope.utils.parsing import parse_numbers
-from isentrope.utils.text import suggest
 
 # whether a variant has CosScale, and InfoScale
 VARIANTS = {"plain": (False, False), "C.S.": (True, False), "I.S.": (False, True), "both": (True, True)}

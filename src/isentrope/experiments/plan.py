@@ -10,7 +10,7 @@ import yaml
 
 from isentrope.experiments.causal_plan import CausalPlan, parse_causal_plan
 from isentrope.experiments.masked_plan import Checkpoint, MaskedPlan, parse_checkpoint, parse_masked_plan
-from isentrope.utils.text import suggest
+from isentrope.utils.messages import suggest
 
 PLANS = files("isentrope.experiments") / "plans"
 CHECKPOINT_LIBRARY = "checkpoints"  # the file of the checkpoints that all plans may name

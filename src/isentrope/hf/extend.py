@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.core.compile import values_are_readable
 from isentrope.dispatch import check_backend
-from isentrope.hf.adapters import mark_adapters, unmark_adapters
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
 from isentrope.hf.layer import Layer
 from isentrope.hf.layer_plan import (
@@ -29,6 +28,7 @@ from isentrope.hf.layer_plan import (
 )
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
+from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
 from isentrope.recipe import Recipe
@@ -175,7 +175,7 @@ def find_model(model: Any) -> Any:
 
 
 def _find_containing_model(inner: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the transformers model that a model without a head is part of, or None; modules do not know theirs."""
+    """Return the transformers model that a model without a head is part of, or None: modules do not store it."""
     if inner.base_model is not inner:
         return None
     for collect in (False, True):

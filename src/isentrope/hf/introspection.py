@@ -3,7 +3,7 @@
 Two passes over six tokens, with attention outputs set to zero so that both see the same hidden states: one with the
 model's own rotation at known positions, one without rotation. What turns the second's queries into the first's is the
 model's rotation, whatever its code. Each set of frequencies gets the positions in an order of its own, so
-that layers tell apart two sets of equal values.
+that two sets of equal values can be distinguished.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LayerInfo:
     head_dim: int
     rope: ModelRope | None
     local_heads: LocalHeads  # those of its heads that are in this process
-    receives_positions: bool  # whether the model hands position ids on to attention
+    receives_positions: bool  # whether the model passes position ids to attention
     eager_attention: Callable[..., tuple[Tensor, Any]] | None  # its model's own function, where there is no SDPA
 
     @property

@@ -42,7 +42,7 @@ _native_mask = bounded_cache(MAX_NATIVE_MASKS)(NativeMask)
 
 
 class LayerCall(NamedTuple):
-    """What transformers hands to the attention function of a layer; `module` is that layer."""
+    """What transformers passes to the attention function of a layer; `module` is that layer."""
 
     module: nn.Module
     query: Tensor
@@ -267,7 +267,7 @@ def attention_forward(
     layer = get_layer(module)
     if layer is None:
         raise RuntimeError(
-            "this model's config asks for an isentrope recipe that was not applied: load it with "
+            "this model's config has an isentrope recipe that was not applied: load it with "
             "isentrope.load(folder), or call isentrope.extend(model, recipe)"
         )
     if is_causal is not None and is_causal != layer.causal:

@@ -43,7 +43,7 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     """Read the length that a model was trained at from its config.
 
     A config with scaled frequencies also states the length before scaling. Models are trained anew with llama3's and
-    longrope's scaling; with the others' they mostly are not, and the length before is the one they know.
+    longrope's scaling; with the others' they mostly are not, and the length before is their training length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     longest = getattr(config, "max_position_embeddings", None)

@@ -26,9 +26,9 @@ class CachedLayout(NamedTuple):
 class LayoutCache:
     """The layouts of one model's current forward pass, one for each kind of layer.
 
-    transformers hands every layer of a pass the same mask and position ids. To check the ids costs a copy from the GPU,
-    so the first layer of a kind does and the others reuse its layout. An entry is dropped with its tensors, and all of
-    them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
+    transformers passes every layer of a pass the same mask and position ids. Checking ids costs a copy from the GPU, so
+    the first layer of a kind does that and the others reuse its layout. An entry is dropped with its tensors, and all
+    of them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
     """
 
     def __init__(self, layer_count: int) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from isentrope.core.dtypes import choose_load_dtype
-from isentrope.hf.adapters import read_adapter
 from isentrope.hf.extend import extend_checked
 from isentrope.hf.names import CONFIG_KEY, LAYER, SHARED_POSITION
+from isentrope.hf.peft_adapters import read_adapter
 from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe
 from isentrope.pretrained import HUB_OPTIONS, check_weights, load_pretrained, open_tensors, saved_dtype
 from isentrope.recipe import Recipe
@@ -51,7 +51,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
 
 def load_and_extend(make: Callable[..., Any], folder: str | Path, *args: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model with `make(folder, …)`, and extend it as its config says; returns what `make` does."""
+    """Load a saved model with `make(folder, …)`, and extend it as its config specifies; returns what `make` does."""
     saved = read_recipe(config, folder)
     options.setdefault("attn_implementation", _choose_implementation(config))
     loaded = make(folder, *args, config=copy_plain_config(config), **options)
@@ -103,7 +103,7 @@ def _get_hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_learned(model: nn.Module, folder: str | Path, hub: dict[str, Any]) -> None:
-    """Load the parameters of the recipe, which transformers does not know."""
+    """Load the parameters of the recipe, which transformers does not load."""
     parameters = {
         name: x for name, x in model.named_parameters() if f"{LAYER}." in name or name.startswith(SHARED_POSITION)
     }

@@ -14,11 +14,11 @@ from isentrope.core.caching import register_clear
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Frames, Layout, find_runs, find_token_span, get_layout
 
-# by mask, which all layers of a forward pass are handed, also where checkpointing runs them again; without this and the
-# `LayoutCache` a decoding step of padded rows takes 112 ms in place of 32
+# by mask, which is the same for all layers of a forward pass, also where checkpointing runs them again; without this
+# and the `LayoutCache` a decoding step of padded rows takes 112 ms in place of 32
 _layouts: Any = WeakTensorKeyDictionary()
 register_clear(_layouts.clear)
-UNPACKED = (causal_mask_function, bidirectional_mask_function)  # mask functions that know no documents
+UNPACKED = (causal_mask_function, bidirectional_mask_function)  # mask functions without documents
 
 
 class EvictingOffset(int):
@@ -65,7 +65,7 @@ def make_frames_mask(
     if ids is not None:
         low, high = find_runs(ids)
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
-    # int32 tells these frames from masks that callers pass themselves
+    # int32 distinguishes these frames from masks that callers pass themselves
     return torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
 
 

@@ -1,8 +1,8 @@
 """Saved models: a config.json that only isentrope reads, and classes through which transformers loads it.
 
 In memory an extended model keeps its class, and its config the model type it had. In config.json the model type is
-`isentrope`, architectures are called `Isentrope…`, and every rope type is `isentrope`: a program that does not know the
-recipe finds a type it does not know, whichever of them it goes by, and cannot run the plain model instead.
+`isentrope`, architectures are called `Isentrope…`, and every rope type is `isentrope`: a program without
+isentrope finds an unknown type, whichever of them it reads, and cannot run the plain model instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExtendedConfig:
 class ExtendedModel:
     """A mixin for the class that transformers finds for such a config: it makes the plain model, and extends it.
 
-    The result is of the model's own class, since pipelines, trainers and adapters go by that.
+    The result is of the model's own class, since pipelines, trainers and adapters check it.
     """
 
     @classmethod
@@ -83,7 +83,7 @@ class ExtendedModel:
 
 
 def add_marks(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a plain config.json with types that only isentrope knows, so that other programs refuse it."""
+    """Return a plain config.json with types that only isentrope registers, so that other programs refuse it."""
     marked = _map_rope(config, lambda rope: rope | {ROPE_TYPE: MODEL_TYPE, BASE_ROPE_TYPE: rope[ROPE_TYPE]})
     marked[CONFIG_KEY] = config[CONFIG_KEY] | {BASE_MODEL_TYPE: config["model_type"]}
     marked["model_type"] = MODEL_TYPE
@@ -172,7 +172,7 @@ def _get_base(extended: type) -> type:
 
 
 def make_config_class(base: Any) -> Any:
-    """Derive a config class with marks in config.json, registered with every Auto class that knows `base`."""
+    """Derive a config class with marks in config.json, registered with every Auto class that has `base`."""
     return _make_config_class(base)
 
 

@@ -118,7 +118,7 @@ def check_unsharded(model: nn.Module, kind: str) -> None:
 
 
 def is_context_parallel(query: Tensor) -> bool:
-    """Return whether torch's context parallelism is active: it replaces SDPA, or hands over distributed tensors."""
+    """Return whether torch's context parallelism is active: it replaces SDPA, or passes distributed tensors."""
     attention = F.scaled_dot_product_attention
     if attention is not torch._C._nn.scaled_dot_product_attention:
         return ".tensor.experimental." in attention.__module__

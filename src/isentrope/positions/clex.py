@@ -12,7 +12,7 @@ from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 # weights are dim/2 × hidden, and each t up to max_factor costs a few small kernels
 MAX_DIM, MAX_HIDDEN, MAX_TRAINED_FACTOR = 1 << 12, 1 << 14, 1 << 16

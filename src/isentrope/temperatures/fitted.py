@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isentrope.parts import MAX_LENGTH, MAX_TEMPERATURE
 from isentrope.temperatures.laws import Temperature
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 MAX_TABLE_DIMS = 3  # layers, heads, lengths
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.parts import MAX_FACTOR, MAX_LENGTH, Part, check_bool, check_choice, check_integer, check_number
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 COUNTS = ("visible", "sequence", "position")
 MIN_BASE = 1.01  # of Softmax Plus, where τ = 100 ln n

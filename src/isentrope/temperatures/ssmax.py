@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isentrope.parts import MAX_HEADS, Part, check_bool, check_choice, check_integer
 from isentrope.temperatures.laws import COUNTS, lengths_as_float
-from isentrope.utils.text import format_value
+from isentrope.utils.messages import format_value
 
 
 class SSMax(nn.Module, Part):

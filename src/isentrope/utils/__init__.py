@@ -1,1 +1,1 @@
-"""Files, text, command-line values, optional packages, progress and provenance."""
+"""Files, messages, command-line values, optional packages, progress and provenance."""

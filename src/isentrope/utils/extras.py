@@ -43,7 +43,7 @@ def name_missing_extras() -> Iterator[None]:
 
 
 def require_package(package: str) -> None:
-    """Raise `MissingExtraError` if a package is missing that another one imports, whose error would say less."""
+    """Raise `MissingExtraError` if a package is missing that another one imports without naming the extra."""
     with name_missing_extras():
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

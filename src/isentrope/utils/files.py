@@ -77,7 +77,7 @@ def explain_os_error(error: OSError) -> str:
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` if the block succeeds, else deleted."""
-    # the process id shows whether the writer still runs, the random part tells apart writers in two containers
+    # the process id shows whether the writer still runs, the random part distinguishes writers in two containers
     partial = path.with_name(f".{path.name}.{token_hex(4)}.{os.getpid()}.partial")
     try:
         yield partial

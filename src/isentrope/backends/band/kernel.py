@@ -188,7 +188,7 @@ def _band(
     SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
     FAR: tl.constexpr, SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, the scale goes into scores."""
+    """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled."""
     head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
     head64, kv_head64 = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS

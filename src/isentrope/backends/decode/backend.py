@@ -66,7 +66,7 @@ def _run(
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; `rotated` says which of query and key, branch by branch, have cos and sin in `rotations`."""
+    """Launch the kernel; `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`."""
     from isentrope.backends.decode import kernel
 
     q, k, v = qkv

@@ -74,7 +74,7 @@ def _load_masked_plan(name: str) -> MaskedPlan:
 
 
 def _is_inspected(folder: Path, text: Text, recipe: str, config: InspectConfig) -> bool:
-    """Return whether the same was inspected before, as the request beside the results says; record it if not."""
+    """Return whether the same was inspected before, by the request stored beside the results; record it if not."""
     results, request_file = folder / "inspect.json", folder / "asked.json"
     request = json.loads(json.dumps([text.sha256, recipe, asdict(config)]))
     remedy = "delete it to inspect again"

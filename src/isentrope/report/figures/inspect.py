@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from isentrope.report.figures.heatmaps import (
+from isentrope.report.figures.attention_heatmaps import (
     ATTENTION_COLOURS,
     MASKED_COLOUR,
     SCORE_COLOURS,

@@ -14,8 +14,8 @@ from isentrope.report.html.fragments import MIME_TYPES, render_details, render_f
 from isentrope.report.html.recipes import find_recipe_folders, read_title, render_section, write_recipes
 from isentrope.report.html.summary import count_verdicts, summarize_grid
 from isentrope.report.load import LOWER_IS_BETTER, METRICS, PROTOCOLS, Grid, PlanResults, Row, load_plans
-from isentrope.report.tables.grid import GridTable, format_grid, write_tables
 from isentrope.report.tables.numbers import PPL_CAP, format_number
+from isentrope.report.tables.plan_tables import GridTable, format_grid, write_tables
 from isentrope.report.tables.published import FIGURE_CAPTION, ROUNDING_NOTE, compare_with_paper
 from isentrope.utils.files import read_json, write_atomically
 

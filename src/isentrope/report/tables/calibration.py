@@ -11,7 +11,8 @@ from rich.table import Table
 
 from isentrope.evaluation.results import read_results
 from isentrope.report.tables.numbers import format_length, format_perplexity
-from isentrope.report.tables.terminal import TABLE_STYLE, style_perplexity
+from isentrope.report.tables.perplexity import style_perplexity
+from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
 CANDIDATE_LABELS = {

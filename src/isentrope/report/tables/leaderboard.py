@@ -20,7 +20,8 @@ from isentrope.evaluation.ranking import (
     select_best,
 )
 from isentrope.report.tables.numbers import format_bucket, format_length, format_perplexity
-from isentrope.report.tables.terminal import TABLE_STYLE, label_recipe
+from isentrope.report.tables.perplexity import label_recipe
+from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import write_atomically
 
 CAPTION = (

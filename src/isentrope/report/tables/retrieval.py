@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from isentrope.evaluation.results import read_results
-from isentrope.report.tables.terminal import TABLE_STYLE
+from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
 # the number of a cell, by how answers were scored

@@ -1,6 +1,6 @@
 """Adapters of PEFT over an extended model: adapter_config.json keeps the recipe, and `load` applies it.
 
-PEFT saves adapters without their base model. It warns of keys in adapter_config.json that it does not know, ours among
+PEFT saves adapters without their base model. It warns of keys in adapter_config.json that are unknown to it, ours among
 them.
 """
 

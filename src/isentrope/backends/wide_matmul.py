@@ -15,7 +15,7 @@ def factor_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else accumulation_dtype(x)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul_wide(a: Tensor, b: Tensor) -> Tensor:
     """Return a b, (batch, heads, …) each, in fp32 or fp64: a score of 80 rounded to bf16 would be off by a quarter."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return WideProduct.apply(a, b)

@@ -26,7 +26,7 @@ from isentrope.report.tables.published import (
     PaperComparison,
     compare_with_paper,
 )
-from isentrope.report.tables.terminal import TABLE_STYLE
+from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import write_atomically
 
 FAILED_TEXT, MISSING_TEXT = "–", ""
@@ -207,7 +207,7 @@ def write_tables(folder: Path, cap: bool = False) -> list[Path]:
                 file.write_text(text, encoding="utf-8", newline="\n")
             written.append(plan.folder / name)
         if drawn:
-            from isentrope.report.figures.curves import draw_comparison  # imports matplotlib only to draw
+            from isentrope.report.figures.plan_curves import draw_comparison  # imports matplotlib only to draw
 
             written += draw_comparison(drawn, plan.folder / "beside")
     return written

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from isentrope.utils.messages import MAX_VALUE_CHARACTERS, format_value, suggest
 from isentrope.utils.parsing import parse_numbers
-from isentrope.utils.text import MAX_VALUE_CHARACTERS, format_value, suggest
 
 
 def test_values_in_errors_are_short():

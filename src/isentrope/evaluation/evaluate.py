@@ -16,7 +16,7 @@ from isentrope.data.needles import Haystack
 from isentrope.evaluation.loading import as_model, get_model_name, keep_mode, load_tokenizer, read_causal_config
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, forgets, rank_recipes, select_best
-from isentrope.evaluation.recipes import PLAIN, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import list_failures, write_results
 from isentrope.evaluation.retrieval import (
     PromptFormat,
@@ -96,7 +96,7 @@ def evaluate(
         texts: files, folders, globs, strings of text, or lists of token ids.
         recipes: texts of recipes, compared with the plain model; by default those worth trying on a rotary model.
         length: tokens read of each document; "4x" is four times the training length.
-        retrieval: also ask for passkeys at that length.
+        retrieval: also measure retrieval of passkeys at that length.
         documents: at most this many, the first that are long enough.
         out: a folder for the results, from which the same call resumes; by default nothing is left on disk.
 
@@ -125,7 +125,7 @@ def evaluate(
 def plan_comparison(
     config: PreTrainedConfig, name: str, recipes: Sequence[str], length: int | str, passkeys: bool
 ) -> Comparison:
-    """Plan a comparison with the plain model, by the training length that a model's config says.
+    """Plan a comparison with the plain model, by the training length in a model's config.
 
     Args:
         config: the model's.
@@ -139,7 +139,7 @@ def plan_comparison(
     trained = read_train_length(text_config) or getattr(text_config, "seq_length", None)
     trained = trained or getattr(text_config, "max_seq_len", None)
     if trained is None or trained < 4:
-        raise ValueError(f"model: expected a config that tells the training length, got {trained} in {name}")
+        raise ValueError(f"model: expected a config that states the training length, got {trained} in {name}")
     tokens = parse_length(str(length), trained)
     compared = tuple(dict.fromkeys((PLAIN, *(recipes or usual_recipes(trained, tokens)))))
     return Comparison(

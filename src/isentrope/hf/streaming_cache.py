@@ -92,15 +92,15 @@ class StreamingCache(Cache):
         sizes = _get_sinks_and_window(extension.recipe)
         if sizes is None:
             raise ValueError(
-                "StreamingCache: expected a model extended with 'sink:sinks=…,size=…' and plain rotation, or with 'rerope:window=…' and "
-                "'lambda:sinks=…,window=…' of at least that window, and a temperature that counts visible keys, got "
-                f"{str(extension.recipe)!r}"
+                "StreamingCache: expected a model extended with 'sink:sinks=…,size=…' and plain rotation, or with "
+                "'rerope:window=…' and 'lambda:sinks=…,window=…' of at least that window, and a temperature that "
+                f"counts visible keys, got {str(extension.recipe)!r}"
             )
         native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
         if native and max(native) >= sizes[1]:
             raise ValueError(
                 f"StreamingCache: expected a window of at least {max(native) + 1:g}, the model's own, in the recipe, "
-                f"got {sizes[1]}: what the model stops seeing by itself cannot be told apart in the cache"
+                f"got {sizes[1]}: the cache cannot distinguish tokens that the model's own window excludes"
             )
         count = 1 + max(layer.index for layer in extension.layers)
         super().__init__(layers=[StreamingLayer(*sizes) for _ in range(count)])

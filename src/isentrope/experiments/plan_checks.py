@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from isentrope.utils.text import suggest
+from isentrope.utils.messages import suggest
 
 KIND_NAMES = {int: "whole numbers", float: "numbers", str: "strings", dict: "mappings"}
 

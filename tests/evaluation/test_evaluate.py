@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from isentrope.evaluation.compare import evaluate
+from isentrope.evaluation.evaluate import evaluate
 from isentrope.evaluation.texts import collect_texts, iterate_documents
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from tests.fixtures.models import TRAINED, llama, tokens
