@@ -20,7 +20,8 @@ class CalibrationConfig:
     Args:
         length: tokens read of each document.
         recipe: what gets the temperature; it may contain {window} and {factor}.
-        windows, factors: values to put there, of which the best is kept.
+        windows: values to put there, of which the best is kept.
+        factors: the same.
         levels: which laws are fitted, some of LEVELS.
         budget: seconds, of all runs in one folder together; None for no limit.
         train_length: in place of the one in the model's config.

@@ -45,7 +45,10 @@ class Layout:
     earlier keys.
 
     Args:
-        batch, queries, keys, device: sizes of the call.
+        batch: rows of the call.
+        queries: in a row.
+        keys: in a row.
+        device: of the positions.
         rows: padding and documents; by default, rows are unpadded sequences.
         frames: in place of `rows`, (origin, end, own slot) of each query, (batch or 1, queries) each. With as many keys
             as queries, key j has the frame of query j; otherwise all keys of a row have the frame of its last query.

@@ -35,7 +35,8 @@ class Comparison:
     """What is measured of one model.
 
     Args:
-        name, title: of the comparison, for reports.
+        name: of the comparison.
+        title: for reports.
         perplexity: recipes and buckets of positions.
         retrieval: tasks and lengths; None for none.
         skip_unsupported: leave out recipes that the model cannot be extended with, instead of raising.

@@ -44,8 +44,9 @@ def difference_interval(
     """95 % interval of the change of a metric between two sets of cells measured on the same documents.
 
     Args:
-        before, after: for each cell (a training seed) its documents, all in one order, each with `count`, `loss` and
-            `hits` summed over its predictions. The metric is averaged over cells.
+        before: for each cell (a training seed) its documents, all in one order, each with `count`, `loss` and `hits`
+            summed over its predictions. The metric is averaged over cells.
+        after: the same, of the other set.
         metric: "ppl" or "acc".
     """
 
@@ -73,7 +74,9 @@ def summarize_predictions(
     """Perplexity exp(Σ loss / Σ count) and accuracy Σ hits / Σ count with 95 % intervals over documents.
 
     Args:
-        counts, losses, hits: of each document its predictions, the sum of their cross-entropies, and the exact hits.
+        counts: predictions of each document.
+        losses: the sum of their cross-entropies.
+        hits: how many of them are exact.
         seed: of the bootstrap.
 
     Returns:

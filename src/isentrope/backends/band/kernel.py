@@ -47,7 +47,8 @@ def launch(
             kernel, or left untouched where there is nothing to do, as a backward needs them.
         k: keys ready to multiply.
         v: values.
-        left, right: keys before and after a query's own.
+        left: keys before a query's own.
+        right: keys after it.
         angles: rotation of the queries in the band.
         tau: temperatures, (batch or 1, heads or 1, queries).
         scale: factor of the scores.

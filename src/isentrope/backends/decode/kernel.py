@@ -31,7 +31,9 @@ def launch(
     """Compute attention of one query per row over raw keys, in one or two branches.
 
     Args:
-        q, k, v: (batch, heads, 1, d), (batch, kv_heads, keys, d) and (batch, kv_heads, keys, dv).
+        q: (batch, heads, 1, d).
+        k: (batch, kv_heads, keys, d).
+        v: (batch, kv_heads, keys, dv).
         bounds: visible keys, two intervals [low, high) per branch: (batch or 1, branches, 4).
         angles: cos and sin of each entry of `rotated` that is true.
         rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated.
