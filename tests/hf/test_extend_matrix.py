@@ -13,7 +13,7 @@ from isentrope.core.region import EVERYTHING, band, first_keys
 from isentrope.hf.rope import get_streaming_window
 from isentrope.masks import Mask, Sink
 from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
-from isentrope.positions.rope import PI, Rotary
+from isentrope.positions.rope import PI, PositionMap, Rotary
 from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES, Setting, build
 from tests.fixtures.models import llama, tokens
 
@@ -211,6 +211,26 @@ def test_frequencies_from_outside_are_those_of_the_model_divided():
         with ise.extended(model, "pi:factor=8"):
             expected = model(ids).logits
         with ise.extended(model, ise.Recipe(position=Eighth())):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class Grouped(PositionMap):
+    """Distances ⌊i/4⌋ - ⌊j/4⌋ everywhere."""
+
+    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+        return (Branch(query=query // 4, key=key // 4),)
+
+
+def test_a_position_map_keeps_scaled_frequencies():
+    """Where the model's frequencies are not those of its base, which `Rotary` refuses."""
+    model = llama()
+    model.model.rotary_emb.inv_freq *= 0.5
+    ids = tokens(1, LENGTH)
+    positions = torch.arange(LENGTH)[None]
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions // 4).logits
+        with ise.extended(model, ise.Recipe(position=Grouped())):
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4)
 
 
