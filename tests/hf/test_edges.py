@@ -114,7 +114,7 @@ def test_cached_keys_stand_where_they_were_counted(recipe):
     model, ids = ise.extend(llama(), recipe), tokens(1, 21)
     cache = DynamicCache(config=model.config)
     logits(model, ids[:, :20], past_key_values=cache, use_cache=True)
-    with pytest.raises(ValueError, match="go on from the keys in the cache"):
+    with pytest.raises(ValueError, match="continue those of the cached keys"):
         logits(model, ids[:, 20:], past_key_values=cache, position_ids=torch.tensor([[50]]), use_cache=True)
 
 

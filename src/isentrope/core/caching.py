@@ -2,8 +2,9 @@
 
 Nothing cached depends on the values of q, k and v, and nothing is read from a cache while a graph is traced.
 
-Gains are medians on an H200 in bf16 at commit fdcb137: "decode" is one token of a 30-layer model (9 heads of 64, 3 key
-heads) at 4096 cached keys, 27 ms eagerly; "call" is one `attention` call of those heads, 0.24 ms at 512 tokens.
+Gains are medians on an H200 in bf16 (benchmarks/results/2026-11-16-h200-caches.txt): "decode" is one token of a
+30-layer model (9 heads of 64, 3 key heads) at 4096 cached keys, 27 ms eagerly; "call" is one `attention` call of those
+heads, 0.24 ms at 512 tokens.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EvaluationInputs:
     """What a model reads: texts for perplexity; prompts and the text that answers are hidden in for retrieval."""
 
     texts: Sequence[Text]
@@ -113,7 +113,7 @@ def evaluate(
     label = Path(name).name or config.model_type
     comparison = plan_comparison(config, label, recipes, length, retrieval)
     tokenized = collect_texts(texts, name, comparison.perplexity.length, documents)  # before a model is loaded
-    inputs = Inputs(tokenized, PromptFormat.from_tokenizer(load_tokenizer(name)) if retrieval else None)
+    inputs = EvaluationInputs(tokenized, PromptFormat.from_tokenizer(load_tokenizer(name)) if retrieval else None)
     with TemporaryDirectory() as temporary, keep_mode(loaded := as_model(model)):
         folder = Path(temporary if out is None else out)
         used, failures = compare_recipes(loaded, label, inputs, comparison, folder)
@@ -188,7 +188,7 @@ def choose_edges(trained: int, length: int) -> tuple[int, ...]:
 def compare_recipes(
     model: PreTrainedModel,
     name: str,
-    inputs: Inputs,
+    inputs: EvaluationInputs,
     comparison: Comparison,
     folder: Path,
     notify: Notify = lambda line: None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isentrope.evaluation.evaluate import Comparison, Inputs, compare_recipes
+from isentrope.evaluation.evaluate import Comparison, EvaluationInputs, compare_recipes
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import select_cells
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, list_failures, read_if_whole
@@ -23,10 +23,10 @@ def run_causal_plan(plan: CausalPlan, out: Path, notify: Callable[[str], None] =
         plan.texts, name, gguf_file, plan.perplexity.length, plan.documents
     )  # before the model's weights
     model = load_on_device(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf_file)
-    inputs = Inputs(texts)
+    inputs = EvaluationInputs(texts)
     if plan.retrieval is not None:
         prompts = PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file), plan.decoder.get("chat"))
-        inputs = Inputs(texts, prompts, load_haystack(plan.haystack))
+        inputs = EvaluationInputs(texts, prompts, load_haystack(plan.haystack))
     comparison = Comparison(plan.name, plan.title, plan.perplexity, plan.retrieval, plan.skip_unsupported)
     used, _ = compare_recipes(model, Path(name).name, inputs, comparison, out / plan.name, notify)
     return causal_plan_status(replace(plan, perplexity=used.perplexity, retrieval=used.retrieval), out)

@@ -227,7 +227,7 @@ def _apply_position_ids(layout: Layout, position_ids: Tensor, evicts: bool) -> L
         # cached keys are counted from the first token, or from the first slot of a padded row
         counted = (shift == 0) | (shift == layout.origin) | ~inside
         if layout.queries != layout.keys and not evicts and not bool(counted.all()):
-            raise ValueError("position_ids: expected positions that go on from the keys in the cache, got others")
+            raise ValueError("position_ids: expected positions that continue those of the cached keys, got others")
         return layout
     if layout.queries != layout.keys:
         raise ValueError("position_ids: expected consecutive positions where keys come from a cache, got a jump")

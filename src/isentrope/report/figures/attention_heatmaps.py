@@ -26,14 +26,14 @@ MAX_WIDE_COLUMNS = 3  # with more, panels are smaller and have fewer labels
 
 
 @dataclass(frozen=True)
-class Inspection:
+class InspectionResults:
     """The results of `isentrope inspect` in a folder."""
 
     folder: Path
     data: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> Inspection:
+    def read(cls, folder: Path) -> InspectionResults:
         results = folder / "inspect.json"
         if not results.is_file():
             raise ValueError(f"{folder}: expected a folder that isentrope inspect wrote, with inspect.json")
@@ -71,7 +71,9 @@ def make_grid(
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def draw_heatmap(axes: Axes, inspection: Inspection, kind: str, array: Any, colours: str, scale: Normalize) -> None:
+def draw_heatmap(
+    axes: Axes, inspection: InspectionResults, kind: str, array: Any, colours: str, scale: Normalize
+) -> None:
     at = inspection.data["heatmaps"][kind]
     extent = (at["low"], at["high"], at["last"], at["first"])
     axes.imshow(array, cmap=colours, norm=scale, extent=extent, interpolation="nearest", aspect="auto")
@@ -83,7 +85,7 @@ def draw_heatmap(axes: Axes, inspection: Inspection, kind: str, array: Any, colo
         axis.set_major_locator(MaxNLocator(5, integer=True) if has_few_columns(axes) else sparse)
 
 
-def draw_with_inset(figure: Figure, free_axes: Any, inspection: Inspection, title: str) -> None:
+def draw_with_inset(figure: Figure, free_axes: Any, inspection: InspectionResults, title: str) -> None:
     """Draw a heatmap and, on the next panel, its inset, both on the inset's colour scale."""
     array, axes = inspection.heatmap("attention"), [next(free_axes)]
     has_inset = "inset" in inspection.data["heatmaps"]
@@ -102,7 +104,7 @@ def draw_with_inset(figure: Figure, free_axes: Any, inspection: Inspection, titl
     add_colour_bar(figure, np.array(axes), scale, ATTENTION_COLOURS, "ln attention", [array, inset])
 
 
-def draw_scores(axes: Any, inspection: Inspection) -> None:
+def draw_scores(axes: Any, inspection: InspectionResults) -> None:
     """Draw scores before and after the position method, scaled to [0, 1] by their common minimum and maximum."""
     maps = inspection.data["heatmaps"]
     kinds = ("scores_before", "scores_after")

@@ -18,7 +18,7 @@ from isentrope.report.figures.attention_heatmaps import (
     ATTENTION_COLOURS,
     MASKED_COLOUR,
     SCORE_COLOURS,
-    Inspection,
+    InspectionResults,
     add_colour_bar,
     draw_heatmap,
     draw_scores,
@@ -47,7 +47,7 @@ MAX_LABELLED_LAYERS = 12  # with more, a colour bar replaces the labels
 
 def draw_inspection(folder: Path) -> list[Path]:
     """Draw all figures of one model beside its `inspect.json`, as .png and .svg."""
-    inspection = Inspection.read(folder)
+    inspection = InspectionResults.read(folder)
     figures = {
         "entropy": _draw_entropy, "focus": _draw_focus, "angles": _draw_angles, "attention": _draw_own_attention,
         "rope": _draw_rope_scores,
@@ -143,7 +143,7 @@ def draw_attention(folders: list[Path], out: Path) -> list[Path]:
         return save_figure(figure, out)
 
 
-def _draw_entropy(inspection: Inspection) -> Figure:
+def _draw_entropy(inspection: InspectionResults) -> Figure:
     """Draw entropy against length, a line for each layer."""
     data, lengths = inspection.data, inspection.data["lengths"]
     figure = Figure(figsize=(8.2, 5.4), layout="constrained")
@@ -174,7 +174,7 @@ def _draw_entropy(inspection: Inspection) -> Figure:
     return figure
 
 
-def _draw_focus(inspection: Inspection) -> Figure:
+def _draw_focus(inspection: InspectionResults) -> Figure:
     """Draw the entropy of each layer and head as a share of that of uniform attention."""
     data = inspection.data
     shares = [
@@ -207,7 +207,7 @@ def _draw_focus(inspection: Inspection) -> Figure:
     return figure
 
 
-def _draw_angles(inspection: Inspection) -> Figure:
+def _draw_angles(inspection: InspectionResults) -> Figure:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     row = figure.subplots(1, 2, sharex=True)
     for axes, stage, title in zip(row, ("before", "after"), ("before the position method", "after it"), strict=True):
@@ -218,7 +218,7 @@ def _draw_angles(inspection: Inspection) -> Figure:
     return figure
 
 
-def _draw_histogram(axes: Axes, inspection: Inspection, stage: str, legend: bool) -> None:
+def _draw_histogram(axes: Axes, inspection: InspectionResults, stage: str, legend: bool) -> None:
     histograms = inspection.data["angles"][stage]
     edges = np.linspace(-1, 1, COSINE_BINS + 1)
     filled: dict[str, Any] = {"fill": True, "color": COLOURS[1], "alpha": 0.75, "linewidth": 0}
@@ -239,14 +239,14 @@ def _draw_histogram(axes: Axes, inspection: Inspection, stage: str, legend: bool
         axes.legend(frameon=False, fontsize=11, loc="upper left")
 
 
-def _draw_own_attention(inspection: Inspection) -> Figure:
+def _draw_own_attention(inspection: InspectionResults) -> Figure:
     figure, axes = make_grid(1, 1 + ("inset" in inspection.data["heatmaps"]), head=0.7)
     draw_with_inset(figure, iter(axes[0]), inspection, f"ln attention, {inspection.location}")
     figure.suptitle(inspection.caption, fontsize=11)
     return figure
 
 
-def _draw_rope_scores(inspection: Inspection) -> Figure:
+def _draw_rope_scores(inspection: InspectionResults) -> Figure:
     figure, axes = make_grid(1, 2, head=0.9)
     draw_scores(axes[0], inspection)
     for panel, title in zip(axes[0], ("scores before the position method", "scores after it"), strict=True):
@@ -257,11 +257,11 @@ def _draw_rope_scores(inspection: Inspection) -> Figure:
     return figure
 
 
-def _peaks(inspections: list[Inspection], stage: str, weighted: str) -> list[float]:
+def _peaks(inspections: list[InspectionResults], stage: str, weighted: str) -> list[float]:
     return [inspection.data["angles"][stage][f"{weighted}_peak"] for inspection in inspections]
 
 
-def _read_all(folders: list[Path]) -> list[Inspection]:
+def _read_all(folders: list[Path]) -> list[InspectionResults]:
     if not folders:
         raise ValueError("folders: expected one or more that isentrope inspect wrote, got none")
-    return [Inspection.read(folder) for folder in folders]
+    return [InspectionResults.read(folder) for folder in folders]
