@@ -15,7 +15,7 @@ from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout, Rows, get_layout
 from isentrope.core.layout_checks import PositionIds
-from isentrope.core.region import Region, Span
+from isentrope.core.region import Region
 from isentrope.core.rotation import compute_angles
 from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import NoPE, Position
@@ -196,16 +196,16 @@ def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes
     spans = tuple(span for branch in branches if branch.far for span in branch.region.spans)
     if not spans:
         return branches
-    offset = _reuse(
-        layout, share, sizes._replace(region=Region(spans)), lambda: _compute_offset(share, layout, spans, sizes)
-    )
+    if getattr(share, "count", "far") == "far":
+        sizes = sizes._replace(region=Region(spans))
+    offset = _reuse(layout, share, sizes, lambda: _compute_offset(share, layout, sizes))
     return [replace(branch, offset=offset) if branch.far else branch for branch in branches]
 
 
-def _compute_offset(share: Any, layout: Layout, spans: tuple[Span, ...], sizes: _Sizes) -> Tensor:
+def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return the bias of far keys for each query, (batch or 1, heads or 1, queries)."""
-    n_far = layout.count_keys("visible", Region(spans)).clamp_min(1)[:, None].to(sizes.dtype)
-    offset: Tensor = share.bias(n_far)
+    n = layout.count_keys("visible", sizes.region).clamp_min(1)[:, None].to(sizes.dtype)
+    offset: Tensor = share.bias(n)
     if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
         raise ValueError(f"share: expected β for 1 or {sizes.heads} heads, got shape {tuple(offset.shape)}")
     return offset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from isentrope.core.dtypes import lengths_as_float
 from isentrope.head_tables import broadcast_heads, check_table, take_layer
-from isentrope.parts import MAX_EXPONENT, Part, check_integer
+from isentrope.parts import MAX_EXPONENT, Part, check_choice, check_integer
 
+COUNTS = ("far", "visible")
 DEFAULT_BETA = 0.75
 
 
@@ -24,14 +25,18 @@ class Share(Part):
 
     Attributes:
         beta: β, a number, a table (heads) or a table (layers, heads).
-        reference: n_ref, the far keys that a query saw in training; by default n_tr - window, and at least 1.
+        reference: n_ref, the keys that a query saw in training; by default n_tr - window and at least 1 where far keys
+            count, n_tr where all do.
+        count: what n_far counts: the "far" keys that a query sees, or all "visible" ones.
     """
 
     beta: Any = DEFAULT_BETA
     reference: int | None = None
+    count: str = field(default="far", kw_only=True)
 
     def __post_init__(self) -> None:
         check_table(self, "beta", -MAX_EXPONENT, MAX_EXPONENT)
+        check_choice(self, "count", COUNTS)
         if self.reference is not None:
             check_integer(self, "reference", 1)
 
@@ -53,7 +58,7 @@ class Share(Part):
         """Return the law with a missing reference filled in, where training length and window are known."""
         if self.reference is not None or train_length is None or window is None:
             return self
-        return replace(self, reference=max(1, train_length - window))
+        return replace(self, reference=max(1, train_length - window) if self.count == "far" else train_length)
 
     def for_layer(self, layer: int) -> Share:
         """Return the law of one layer."""
