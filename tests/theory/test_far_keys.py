@@ -1,6 +1,8 @@
 """The laws for far keys: each condition they are derived from, against exact values."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,6 +152,13 @@ def test_derivation_compares_every_step():
     assert abs(steps["τ ≅ 1 + ln r / s*"].error) > 0.05
     table = theory.far_derivation(np.array([[16384], [32768]]), 4096, 8192, 12.0, np.array([0.5, 1.0, 2.0]))
     assert all(np.shape(step.error) in ((2, 3), (2, 1)) for step in table)
+
+
+def test_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "laws.md").read_text(encoding="utf-8")
+    (block,) = [x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "far_derivation" in x]
+    exec(compile(block, "docs/laws.md", "exec"), {})
+    assert "ln(n/n_tr)" in capsys.readouterr().out
 
 
 def test_broadcasts_and_answers_scalars_with_scalars():
