@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from inputs import PLAIN, Inputs
 from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, times, upper_half
-from methods import ALIBI, Method, branched, folded, million, windowed
+from methods import ALIBI, Method, branched, folded, million, windowed, with_far_law
 
 import isentrope as ise
 from isentrope.core.caching import clear_caches
@@ -99,6 +99,22 @@ def _entropy(size: Sizes, inputs: Inputs, method: Method) -> Row:
     at = inputs.at(size.middle)
     call = at.call(method, return_entropy=True)
     return compared(size, call, at.call(method), "the same without entropy", 2.1, method.flops(size.middle, size))
+
+
+def share(size: Sizes, inputs: Inputs) -> Iterator[Job]:
+    """A share law and a temperature of far keys, against the same method without them."""
+    for method in branched(size.windows[-1]):
+        changed = with_far_law(method, size.train_length)
+        for n in (size.middle, size.long):
+            yield Job("share", changed.name, n, partial(_share, size, inputs, changed, method, n, False))
+        name = f"{changed.name}, backward"
+        yield Job("share", name, size.short, partial(_share, size, inputs, changed, method, size.short, True))
+
+
+def _share(size: Sizes, inputs: Inputs, changed: Method, method: Method, n: int, grad: bool) -> Row:
+    at = inputs.at(n, grad)
+    flops = (BACKWARD_FLOPS if grad else 1) * method.flops(n, size)
+    return compared(size, at.call(changed), at.call(method), "the same without", 1.005, flops)
 
 
 def backward(size: Sizes, inputs: Inputs) -> Iterator[Job]:

@@ -46,6 +46,12 @@ def branched(window: int) -> list[Method]:
     ]
 
 
+def with_far_law(method: Method, train_length: int) -> Method:
+    """A two-branch method with a share law and a temperature of far keys."""
+    law = f"logn:train_length={train_length},keys=far+share:beta=0.75"
+    return Method(f"{method.name} + share + far LogN", f"{method.recipe}+{law}", method.window, method.sinks)
+
+
 def windowed(window: int) -> list[Method]:
     lambda_ = f"rerope:window={window}+lambda:sinks=5,window={window}"
     return [

@@ -33,7 +33,7 @@ from isentrope.utils.provenance import collect_provenance
 
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
-GROUPS = ("attention", "window", "entropy", "backward", "memory", "scaling", "decoding", "gau", "compilation")
+GROUPS = ("attention", "window", "share", "entropy", "backward", "memory", "scaling", "decoding", "gau", "compilation")
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ SOURCE = ROOT / "src" / "isentrope"
 LEVELS = (
     ("version",),
     ("utils",),
-    ("core", "parts"),
-    ("scores", "masks", "temperatures", "positions", "theory"),
+    ("core", "parts", "head_tables"),
+    ("scores", "masks", "temperatures", "positions", "share", "theory"),
     ("recipe", "backends", "pretrained"),
     ("builder", "entropy"),
     ("dispatch",),

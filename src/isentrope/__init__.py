@@ -19,6 +19,7 @@ from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Windo
 from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
 from isentrope.recipe import Recipe
 from isentrope.scores import Cosine, Dot
+from isentrope.share import Share
 from isentrope.temperatures import (
     Constant,
     Fitted,
@@ -27,6 +28,7 @@ from isentrope.temperatures import (
     Llama4,
     LogLength,
     LogN,
+    Power,
     SoftmaxPlus,
     SSMax,
     YaRNTemperature,
@@ -53,8 +55,8 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
-    "InfoScale", "InfoScaleExact", "LogN", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax", "Fitted",
-    "Constant",
+    "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
+    "Fitted", "Constant", "Share",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

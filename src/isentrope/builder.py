@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import NoPE, Position
 from isentrope.recipe import Recipe
 from isentrope.scores import Dot
+from isentrope.share import Share
 from isentrope.temperatures import Temperature
 from isentrope.utils.messages import format_value
 
@@ -70,15 +72,14 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     calls = layout.cached(("calls", position, position_key, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), inputs.mask, inputs.causal, inputs.scale, inputs.rotated_keys)
     if (cached := calls.get(key)) is not None:
-        branches, tau, scale, normalise, interleaved = cached[1]
-        return AttentionCall(
-            q, inputs.k, inputs.v, layout, branches, tau, scale, normalise, interleaved, inputs.dropout
-        )
+        branches, scale, normalise, interleaved = cached[1]
+        return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, inputs.dropout)
     with torch.inference_mode(False):  # or a later call could not save it for its backward
         call = _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
-    if len(calls) < MAX_BUILT_CALLS and (call.tau is None or call.tau.numel() <= MAX_TAU_ELEMENTS):
+    factors = [x for branch in call.branches for x in (branch.tau, branch.offset) if x is not None]
+    if len(calls) < MAX_BUILT_CALLS and all(x.numel() <= MAX_TAU_ELEMENTS for x in factors):
         # with the recipe, so that no other can have its id
-        calls[key] = recipe, (call.branches, call.tau, call.scale, call.normalise, call.interleaved)
+        calls[key] = recipe, (call.branches, call.scale, call.normalise, call.interleaved)
     return call
 
 
@@ -142,8 +143,7 @@ def _compute_region(layout: Layout, inputs: Inputs, recipe_mask: Mask | None) ->
 
 
 def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> AttentionCall:
-    q, temperature = inputs.q, recipe.temperature
-    score, position = recipe.score or Dot(), recipe.position or NoPE()
+    q, score, position = inputs.q, recipe.score or Dot(), recipe.position or NoPE()
     if inputs.rotated_keys and not position.keys_cacheable:
         raise ValueError(
             f"rotated_keys: {position.name()} needs raw keys, since a key's angle depends on the query or the length; "
@@ -153,12 +153,13 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
         raise ValueError("rotated_keys: cosine scores normalise the keys; cache them before rotation")
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
-    tau = _share(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
-    branches = _share(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
+    branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
+    for temperature in recipe.temperatures:
+        branches = _set_tau(branches, temperature, layout, sizes)
+    if recipe.share is not None:
+        branches = _set_offset(branches, recipe.share, layout, sizes)
     interleaved = getattr(position, "layout", "half") == "interleaved"
-    return AttentionCall(
-        q, inputs.k, inputs.v, layout, branches, tau, scale, score.normalises, interleaved, inputs.dropout
-    )
+    return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, score.normalises, interleaved, inputs.dropout)
 
 
 def _check_scale(scale: Any) -> float:
@@ -171,19 +172,47 @@ def _check_scale(scale: Any) -> float:
     return float(scale)
 
 
-def _share(layout: Layout, part: Any, sizes: _Sizes, make: Callable[[], T]) -> T:
+def _reuse(layout: Layout, part: Any, sizes: _Sizes, make: Callable[[], T]) -> T:
     """Return `make()`, once for all calls that share the layout, unless the part learns or may change otherwise."""
-    frozen = isinstance(part, (Temperature, Position)) and not part.learns
+    frozen = isinstance(part, (Temperature, Position, Share)) and not part.learns
     if not frozen or torch.compiler.is_compiling():
         return make()
     part_key = part.cache_key() if isinstance(part, Position) else None
     return layout.cached((part, part_key, sizes), make)
 
 
-def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor | None:
+def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:
+    """Return the branches with the temperature in those whose keys it is for."""
+    keys = getattr(temperature, "keys", "all")
+    chosen = [keys == "all" or branch.far == (keys == "far") for branch in branches]
+    if not any(chosen):  # no far key is visible
+        return branches
+    tau = _reuse(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
+    return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
+
+
+def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:
+    """Return the branches with the bias of a share law on far ones."""
+    spans = tuple(span for branch in branches if branch.far for span in branch.region.spans)
+    if not spans:
+        return branches
+    if getattr(share, "count", "far") == "far":
+        sizes = sizes._replace(region=Region(spans))
+    offset = _reuse(layout, share, sizes, lambda: _compute_offset(share, layout, sizes))
+    return [replace(branch, offset=offset) if branch.far else branch for branch in branches]
+
+
+def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
+    """Return the bias of far keys for each query, (batch or 1, heads or 1, queries)."""
+    n = layout.count_keys("visible", sizes.region).clamp_min(1)[:, None].to(sizes.dtype)
+    offset: Tensor = share.bias(n)
+    if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
+        raise ValueError(f"share: expected β for 1 or {sizes.heads} heads, got shape {tuple(offset.shape)}")
+    return offset
+
+
+def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return τ of each query, (batch or 1, heads or 1, queries)."""
-    if temperature is None:
-        return None
     n = layout.count_keys(getattr(temperature, "count", "visible"), sizes.region).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
     n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
@@ -199,7 +228,7 @@ def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list
     regions = [layout.simplify(branch.region & sizes.region) for branch in branches]
     reached = [pair for pair in zip(branches, regions, strict=True) if pair[1].spans] or [(branches[0], regions[0])]
     if not position.rotates:
-        return [RotatedBranch(region, slopes=branch.slopes) for branch, region in reached]
+        return [RotatedBranch(region, slopes=branch.slopes, far=branch.far) for branch, region in reached]
     # frequencies of queries and keys differ only where rows or documents have lengths of their own
     theta_q, theta_k = (
         position.frequencies(sizes.head_dim, length, sizes.dtype, layout.device) for length in layout.row_lengths
@@ -209,5 +238,6 @@ def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list
         query_angles = compute_angles(branch.query, theta_q, sizes.dtype)
         shared = branch.key is branch.query
         key_angles = query_angles if shared else compute_angles(branch.key, theta_k, sizes.dtype)
-        rotated.append(RotatedBranch(region, query_angles, None if sizes.rotated_keys else key_angles, branch.slopes))
+        key_angles = None if sizes.rotated_keys else key_angles
+        rotated.append(RotatedBranch(region, query_angles, key_angles, branch.slopes, branch.far))
     return rotated

@@ -38,9 +38,10 @@ def compute_entropy(backend: Backend, call: AttentionCall, lse: Tensor) -> Tenso
             branch = replace(branch, q=q, k=k, v=k)
             mean_key, branch_lse = _forward(backend, branch, SDPA)
             score = maybe_compile(_dot, (q, mean_key), q.shape[-1])(q, mean_key, lse.dtype)
-            entropy += torch.exp(branch_lse - anchor) * (anchor - branch.scale * score)
+            level = anchor if branch.offset is None else anchor - branch.offset.detach().to(anchor.dtype)
+            entropy += torch.exp(branch_lse - level) * (level - branch.scale * score)
             if branch.slopes is not None:
-                entropy -= _compute_mean_bias(backend, branch, anchor)
+                entropy -= _compute_mean_bias(backend, branch, level)
         return entropy.clamp_min(0)  # rounding may put a query that sees one key a little below
 
 

@@ -1,4 +1,4 @@
-"""Recipes: the score, position method, temperature and mask that attention uses."""
+"""Recipes: the score, position method, temperature, mask and share law that attention uses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.parts import REQUIRED, Part
+from isentrope.share import Share
 from isentrope.utils.messages import format_value, suggest, truncate
 
 # the parts that a recipe's text may name; add a new method here
@@ -22,11 +23,12 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     ),
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
-        temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact, temperatures.Llama4,
-        temperatures.SSMax, temperatures.Fitted,
+        temperatures.Power, temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact,
+        temperatures.Llama4, temperatures.SSMax, temperatures.Fitted,
     ),
     "score": (scores.Dot, scores.Cosine),
     "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
+    "share": (Share,),
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
@@ -35,65 +37,129 @@ MAX_DEPTH = 32  # of brackets, or of masks inside masks
 
 @dataclass(frozen=True)
 class Recipe:
-    """softmax(τ(n) · s(R q, R k) + M) v: a score s, a position method R, a temperature τ and a mask M.
+    """softmax(τ(n) · s(R q, R k) + b + M) v: a score s, a position method R, a temperature τ, a mask M, a share law b.
 
     A part left out has no effect: the scaled dot product of q and k as they are, τ = 1, no mask beyond the call's own.
+
+    Attributes:
+        score: s.
+        position: R.
+        temperature: τ, or a pair of them where one has keys="near" and the other keys="far".
+        mask: M.
+        share: b, for a position method with far keys.
     """
 
     score: Any = None
     position: Any = None
     temperature: Any = None
     mask: Any = None
+    share: Any = None
 
     def __post_init__(self) -> None:
-        expected = {
-            "score": scores.Score,
-            "position": positions.Position,
-            "temperature": object,
-            "mask": masks.Mask,
-        }
-        for kind, base in expected.items():
-            part = getattr(self, kind)
-            if part is None:
-                continue
-            valid = hasattr(part, "scale") if kind == "temperature" else isinstance(part, base)
-            if isinstance(part, type) or not valid:
-                raise ValueError(
-                    f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
-                )
-        length = getattr(self.temperature, "train_length", None)
-        position = None if self.position is None else self.position.resolve(length)
-        resolved = None
-        if position is not self.position:
-            resolved = copy(self)
-            vars(resolved).update(position=position, _resolved=None)
-        vars(self)["_resolved"] = resolved  # made once, so that caches find the same object in every call
+        if isinstance(self.temperature, (list, tuple)):
+            pair = sorted(self.temperature, key=lambda part: getattr(part, "keys", "all"), reverse=True)
+            vars(self)["temperature"] = tuple(pair) if len(pair) > 1 else (pair[0] if pair else None)
+        for kind in KINDS:
+            for part in self.temperatures if kind == "temperature" else (getattr(self, kind),):
+                _check_part(kind, part)
+        if len(self.temperatures) > 1 and [getattr(part, "keys", "all") for part in self.temperatures] != [
+            "near",
+            "far",
+        ]:
+            raise ValueError(
+                f"recipe: expected one temperature, or one with keys=near and one with keys=far, got "
+                f"{' and '.join(truncate(str(part)) for part in self.temperatures)}"
+            )
+        self._check_far_keys()
+        vars(self)["_resolved"] = None
+        resolved = self.fill_train_length(None)
+        if resolved is not self:
+            vars(self)["_resolved"] = resolved  # made once, so that caches find the same object in every call
+
+    def _check_far_keys(self) -> None:
+        parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
+        parts += [] if self.share is None else [self.share]
+        if parts and (self.position is None or self.position.near_window is None):
+            raise ValueError(
+                f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
+                f"rerope:window=…, got {'none' if self.position is None else self.position}"
+            )
+
+    @property
+    def temperatures(self) -> tuple[Any, ...]:
+        """The temperatures: none, one, or a pair for near and far keys."""
+        if isinstance(self.temperature, tuple):
+            return self.temperature
+        return () if self.temperature is None else (self.temperature,)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All parts that are there."""
+        parts = (self.score, self.position, *self.temperatures, self.mask, self.share)
+        return tuple(part for part in parts if part is not None)
+
+    @property
+    def counts_unseen_keys(self) -> bool:
+        """Whether a temperature depends on more than the keys that a query sees."""
+        return any(getattr(part, "count", "visible") != "visible" for part in self.temperatures)
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
         """The parts with parameters, which a model must register itself: a recipe is not a module."""
-        return tuple(part for part in (self.position, self.temperature) if isinstance(part, torch.nn.Module))
+        return tuple(part for part in self.parts if isinstance(part, torch.nn.Module))
 
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
-        parts = ((self.position, positions.Position), (self.temperature, temperatures.Temperature))
+        parts: list[tuple[Any, type[Part]]] = [(part, temperatures.Temperature) for part in self.temperatures]
+        parts += [(self.position, positions.Position), (self.share, Share)]
         known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
         return known and not any(masks.find_data_masks(self.mask))
 
     def resolve(self) -> Recipe:
-        """Return the recipe with a position method's missing training length taken from the temperature."""
+        """Return the recipe with missing training lengths taken from the temperature."""
         return self._resolved or self  # type: ignore[attr-defined]
 
-    def for_layer(self, layer: int) -> Recipe:
-        """Return the recipe of one layer, where temperatures differ between layers."""
-        if not hasattr(self.temperature, "for_layer"):
+    def fill_train_length(self, train_length: int | None) -> Recipe:
+        """Return the recipe with what its position method and share law leave out, from a training length.
+
+        Args:
+            train_length: for a recipe whose temperature has none.
+        """
+        lengths = (getattr(part, "train_length", None) for part in self.temperatures)
+        length = next((length for length in lengths if length is not None), train_length)
+        position = None if self.position is None else self.position.resolve(length)
+        share = None if self.share is None else self.share.resolve(length, self.position.near_window)
+        if position is self.position and share is self.share:
             return self
-        return replace(self, temperature=self.temperature.for_layer(layer))
+        filled = copy(self)
+        vars(filled).update(position=position, share=share, _resolved=None)
+        return filled
+
+    def _fill_share(self, defaults: dict[str, Any]) -> Recipe:
+        length = defaults.get("train_length")
+        return self if self.share is None or length is None else self.fill_train_length(length)
+
+    def for_layer(self, layer: int) -> Recipe:
+        """Return the recipe of one layer, where temperatures or shares differ between layers."""
+        parts = [part.for_layer(layer) if hasattr(part, "for_layer") else part for part in self.temperatures]
+        share = self.share if self.share is None else self.share.for_layer(layer)
+        if share is self.share and all(a is b for a, b in zip(parts, self.temperatures, strict=True)):
+            return self
+        return replace(self, temperature=tuple(parts), share=share)
+
+    def without_far_keys(self) -> Recipe:
+        """Return the recipe for a layer without a position method: of the other parts, those for all keys."""
+        parts = tuple(part for part in self.temperatures if getattr(part, "keys", "all") == "all")
+        return replace(self, position=None, temperature=parts, share=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: a dictionary with the name and options of every part."""
-        return {kind: part.to_dict() for kind in KINDS if (part := getattr(self, kind)) is not None}
+        """Return plain data for JSON: the name and options of every part, of two temperatures as a list."""
+        data: dict[str, Any] = {kind: part for kind in KINDS if (part := getattr(self, kind)) is not None}
+        return {
+            kind: [each.to_dict() for each in part] if isinstance(part, tuple) else part.to_dict()
+            for kind, part in data.items()
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **defaults: Any) -> Recipe:
@@ -111,18 +177,20 @@ class Recipe:
         for key in data:
             if key not in KINDS:
                 raise ValueError(f"Recipe.from_dict: unknown key {format_value(key)}{suggest(key, KINDS)}")
-        parts = {}
+        parts: dict[str, Any] = {}
         for expected, options in data.items():
-            kind, part = _from_dict(options, defaults)
-            if kind != expected:
-                raise ValueError(
-                    f"Recipe.from_dict: expected a {expected} under {expected!r}, got the {kind} {truncate(str(part))}"
-                )
-            parts[kind] = part
-        return cls(**parts)
+            is_pair = expected == "temperature" and isinstance(options, list)
+            built = [_from_dict(each, defaults) for each in (options if is_pair else [options])]
+            for kind, part in built:
+                if kind != expected:
+                    got = f"the {kind} {truncate(str(part))}"
+                    raise ValueError(f"Recipe.from_dict: expected a {expected} under {expected!r}, got {got}")
+            parts[expected] = tuple(part for _, part in built) if is_pair else built[0][1]
+        return cls(**parts)._fill_share(defaults)
 
     def __str__(self) -> str:
-        return "+".join(str(part) for kind in KINDS if (part := getattr(self, kind)) is not None) or PLAIN
+        parts = (part for kind in KINDS if (part := getattr(self, kind)) is not None)
+        return "+".join(str(each) for part in parts for each in (part if isinstance(part, tuple) else (part,))) or PLAIN
 
     @classmethod
     def parse(cls, text: str, **defaults: Any) -> Recipe:
@@ -139,17 +207,32 @@ class Recipe:
             raise ValueError(
                 f"recipe: expected text such as 'rerope:window=64+infoscale:train_length=64', got {format_value(text)}"
             )
-        parts: dict[str, Part] = {}
+        parts: dict[str, Any] = {}
         if text.strip() == PLAIN:
             return cls()
         for part_text in _split(text, "+"):
             kind, part = _parse_part(part_text, defaults)
-            if kind in parts:
+            if kind == "temperature":
+                part = (*parts.get(kind, ()), part)  # type: ignore[assignment]
+            elif kind in parts:
                 reason = "; ALiBi takes the place of rotation" if "alibi" in (part.name(), parts[kind].name()) else ""
                 both = f"{truncate(str(parts[kind]))} and {truncate(str(part))}"
                 raise ValueError(f"recipe {format_value(text)}: expected one {kind}, got {both}{reason}")
             parts[kind] = part
-        return cls(**parts)
+        return cls(**parts)._fill_share(defaults)
+
+
+def _check_part(kind: str, part: Any) -> None:
+    """Check that a part is of its kind; temperatures and shares may be of any class with their method."""
+    if part is None:
+        return
+    bases: dict[str, type] = {"score": scores.Score, "position": positions.Position, "mask": masks.Mask}
+    method = {"temperature": "scale", "share": "bias"}.get(kind)
+    valid = isinstance(part, bases[kind]) if method is None else hasattr(part, method)
+    if isinstance(part, type) or not valid:
+        raise ValueError(
+            f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
+        )
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -124,12 +124,12 @@ def log_attention_map(
 def score_map(
     captured: CapturedAttention, window: HeatmapWindow, head: int | None = None
 ) -> tuple[Tensor, float | None, float | None]:
-    """Compute scores without temperature in a window of the first row, (cells, cells), and their minimum and maximum.
+    """Compute bare scores, without temperature and share law, in a window of the first row, and their extremes.
 
-    Means over heads, and over the visible pairs that share a cell; nan (None) where nothing is visible.
+    (cells, cells): means over heads, and over the visible pairs that share a cell; nan (None) where nothing is visible.
     """
     branches, (down, across) = (
-        _fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None))),
+        _fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None, share=None))),
         window.block,
     )
     cells, least, most = [], inf, -inf
@@ -181,6 +181,8 @@ def _scores(branches: list[FoldedBranch], rows: slice) -> Tensor:
             score = (q.flatten(2, 3) @ branch.k.mT).mul_(branch.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)
             if (bias := branch.bias(rows)) is not None:
                 score = score + bias.to(score.dtype)
+            if branch.offset is not None:
+                score = score + branch.offset[:, :, rows, None].to(score.dtype)
             scores = torch.where(branch.mask(rows), score, scores)
     assert isinstance(scores, Tensor)
     return scores

@@ -22,10 +22,11 @@ class DenseBackend(Backend):
         scores = [matmul_wide(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
         masks = [None if branch.unmasked else branch.mask() for branch in branches]
         biases = [branch.bias() for branch in branches]
+        offsets = [branch.offset for branch in branches]
         v = call.v.repeat_interleave(call.groups, 1)
         dtype = v.dtype if call.dropout is None else scores[0].dtype
-        run = maybe_compile(_softmax, (*scores, *masks, *biases), len(branches), call.scale, dtype)
-        weights, lse = run(scores, masks, biases, call.scale, dtype)
+        run = maybe_compile(_softmax, (*scores, *masks, *biases, *offsets), len(branches), call.scale, dtype)
+        weights, lse = run(scores, masks, biases, offsets, call.scale, dtype)
         if call.dropout is not None:
             weights = call.dropout(weights)
         out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first
@@ -33,14 +34,21 @@ class DenseBackend(Backend):
 
 
 def _softmax(
-    scores: list[Tensor], masks: list[Tensor | None], biases: list[Tensor | None], scale: float, dtype: torch.dtype
+    scores: list[Tensor],
+    masks: list[Tensor | None],
+    biases: list[Tensor | None],
+    offsets: list[Tensor | None],
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return weights over all branches, whose regions do not overlap, and log-sum-exps, in one pass."""
     total: Tensor | None = None
-    for s, mask, bias in zip(scores, masks, biases, strict=True):
+    for s, mask, bias, offset in zip(scores, masks, biases, offsets, strict=True):
         s = s * scale
         if bias is not None:
             s = s + bias.to(s.dtype)
+        if offset is not None:
+            s = s + offset[..., None].to(s.dtype)
         if mask is not None:
             s = torch.where(mask, s, -torch.inf if total is None else total)
         total = s

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from isentrope.backends.merge import PartialOutput, merge
+from isentrope.backends.merge import PartialOutput, add_offset, merge
 from isentrope.backends.protocol import Backend
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import maybe_compile
@@ -50,7 +50,8 @@ class FlexBackend(Backend):
         return None
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
-        return merge([PartialOutput(*_forward_branch(branch)) for branch in call.fold()], call.q.shape[2])
+        parts = [add_offset(PartialOutput(*_forward_branch(branch)), branch.offset) for branch in call.fold()]
+        return merge(parts, call.q.shape[2])
 
 
 def _forward_branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:

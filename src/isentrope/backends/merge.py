@@ -3,6 +3,9 @@
 With outputs o_b and log-sum-exps L_b of the branches:  L = ln Σ e^{L_b},  o = Σ o_b e^{L_b - L}. Backward, with the
 *merged* o and L, every branch has p = e^{s - L} and ds = p ∘ (do·vᵀ - rowsum(do ∘ o)): its own kernel's backward,
 called with o and L of the whole, gives exact gradients (as in ring attention), and none flows through L.
+
+An offset c of all scores of a branch needs no kernel of its own: forward it is added to L_b, backward
+p = e^{s - (L - c)}, and dc = Σ ds = e^{L_b - L} (do·o_b - do·o).
 """
 
 from __future__ import annotations
@@ -38,25 +41,34 @@ class MergedBackend(Backend):
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Compute all branches, span by span, under autograd where that is needed."""
         branches = [part for branch in call.fold() for part in branch.split_spans()]
-        operands = [x for branch in branches for x in (branch.q, branch.k)]
-        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (call.v, *operands)):
+        operands = [x for branch in branches for x in (branch.q, branch.k, branch.offset)]
+        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (call.v, *operands)):
             return self.forward_branches(branches)
         function = TracedMergedAttention if torch.compiler.is_compiling() else MergedAttention
         return function.apply(self, branches, call.v, *operands)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Return the merged output and log-sum-exp of all branches."""
-        return merge([self.forward_branch(branch) for branch in branches], branches[0].q.shape[2])
+        parts = [add_offset(self.forward_branch(branch), branch.offset) for branch in branches]
+        return merge(parts, branches[0].q.shape[2])
 
     @abstractmethod
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
-        """Compute one branch; zeros and -inf for a query that sees no key of it."""
+        """Compute one branch without its offset; zeros and -inf for a query that sees no key of it."""
 
     @abstractmethod
     def backward_branch(
         self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv of one branch, from the merged output and log-sum-exp of all."""
+        """Return dq, dk, dv of one branch, from the merged output and log-sum-exp of all, less its offset."""
+
+
+def add_offset(part: PartialOutput, offset: Tensor | None) -> PartialOutput:
+    """Return the output of a branch with an offset (batch or 1, heads or 1, queries) on its scores."""
+    if offset is None:
+        return part
+    rows = slice(part.first, part.first + part.lse.shape[2])
+    return part._replace(lse=part.lse + offset[:, :, rows].to(part.lse.dtype))
 
 
 def pad_rows(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
@@ -91,11 +103,12 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = backend.forward_branches(_set_operands(branches, v, operands))
         empty = v.new_empty(0)  # autograd keeps the operands itself
-        ctx.backend, ctx.branches = backend, [replace(branch, q=empty, k=empty, v=empty) for branch in branches]
+        ctx.backend = backend
+        ctx.branches = [replace(branch, q=empty, k=empty, v=empty, offset=None) for branch in branches]
         ctx.save_for_backward(out, lse, v, *operands)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -114,7 +127,7 @@ class TracedMergedAttention(MergedAttention):
 
     @staticmethod
     def forward(
-        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor
+        ctx: Any, backend: MergedBackend, branches: list[FoldedBranch], v: Tensor, *operands: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = (x.clone() for x in backend.forward_branches(_set_operands(branches, v, operands)))
         ctx.backend, ctx.branches = backend, branches
@@ -128,15 +141,31 @@ class TracedMergedAttention(MergedAttention):
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     out, lse, v, *operands = ctx.saved_tensors
-    d_operands: list[Tensor] = []
+    d_operands: list[Tensor | None] = []
     dv_total: Tensor | None = None
-    for branch in _set_operands(ctx.branches, v, operands):
-        dq, dk, dv = ctx.backend.backward_branch(branch, grads[0], out, lse)
-        d_operands += [dq, dk]
+    for index, branch in enumerate(_set_operands(ctx.branches, v, operands)):
+        offset = branch.offset
+        shifted = lse if offset is None else lse - offset.to(lse.dtype)
+        dq, dk, dv = ctx.backend.backward_branch(branch, grads[0], out, shifted)
+        d_offset = None
+        if offset is not None and ctx.needs_input_grad[3 + 3 * index + 2]:
+            part = ctx.backend.forward_branch(branch)
+            d_offset = _compute_offset_gradient(part, grads[0], out, shifted).sum_to_size(offset.shape).to(offset.dtype)
+        d_operands += [dq, dk, d_offset]
         dv_total = dv if dv_total is None else dv_total + dv
     return None, None, dv_total, *d_operands
 
 
-def _set_operands(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Tensor]) -> list[FoldedBranch]:
-    pairs = zip(operands[::2], operands[1::2], strict=True)
-    return [replace(branch, q=q, k=k, v=v) for branch, (q, k) in zip(branches, pairs, strict=True)]
+def _compute_offset_gradient(part: PartialOutput, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return dc = e^{L_b - L} (do·o_b - do·o) of each query, given L less the offset."""
+    length = lse.shape[2]
+    branch_out, branch_lse = pad_rows(part.out, part.first, length), pad_rows(part.lse, part.first, length, -torch.inf)
+    weight = torch.exp(branch_lse - torch.where(lse == -torch.inf, 0.0, lse))
+    return weight * (grad.to(lse.dtype) * (branch_out.to(lse.dtype) - out.to(lse.dtype))).sum(-1)
+
+
+def _set_operands(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Any]) -> list[FoldedBranch]:
+    triples = zip(operands[::3], operands[1::3], operands[2::3], strict=True)
+    return [
+        replace(branch, q=q, k=k, v=v, offset=offset) for branch, (q, k, offset) in zip(branches, triples, strict=True)
+    ]

@@ -34,6 +34,8 @@ def compute_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         s = branch.scale * (branch.q.to(dtype) @ k.to(dtype).mT)
         if (bias := branch.bias()) is not None:
             s = s + bias.to(dtype)
+        if branch.offset is not None:
+            s = s + branch.offset[..., None].to(dtype)
         outside = torch.full_like(s, -torch.inf) if scores is None else scores
         scores = torch.where(branch.mask(), s, outside)
     assert scores is not None

@@ -16,12 +16,25 @@ from isentrope.core.rotation import Angles, rotate_and_scale
 
 @dataclass(frozen=True, eq=False)
 class RotatedBranch:
-    """Pairs in `region`, scored with queries and keys rotated by these angles, and a bias -slopes · |Δ|."""
+    """Pairs in `region`: scale · τ q·k of queries and keys rotated by these angles, - slopes · |Δ| + offset.
+
+    tau, offset: (batch or 1, heads or 1, queries).
+    far: whether these are the keys beyond the window of a position method.
+    """
 
     region: Region
     query_angles: Angles | None = None
     key_angles: Angles | None = None
     slopes: Tensor | None = None
+    far: bool = False
+    tau: Tensor | None = None
+    offset: Tensor | None = None
+
+    def take_heads(self, heads: slice) -> RotatedBranch:
+        """Return the branch for some query heads."""
+        tau, offset = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in (self.tau, self.offset))
+        slopes = None if self.slopes is None else self.slopes[heads]
+        return replace(self, slopes=slopes, tau=tau, offset=offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +42,6 @@ class AttentionCall:
     """softmax(scale · τ q·k + bias) v over disjoint branches, with q, k and v as the caller passed them.
 
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv).
-    tau: (batch or 1, heads or 1, queries).
     normalise: scores are cosines. interleaved: layout of the rotated pairs.
     dropout: function of the attention weights, for backends that have them.
     """
@@ -39,7 +51,6 @@ class AttentionCall:
     v: Tensor
     layout: Layout
     branches: list[RotatedBranch]
-    tau: Tensor | None
     scale: float
     normalise: bool = False
     interleaved: bool = False
@@ -62,7 +73,8 @@ class AttentionCall:
         """Whether autograd records this call."""
         if not torch.is_grad_enabled():
             return False
-        inputs = (self.q, self.k, self.v, self.tau, *(x for angles in self.rotations for x in angles))
+        factors = (x for branch in self.branches for x in (branch.tau, branch.offset))
+        inputs = (self.q, self.k, self.v, *factors, *(x for angles in self.rotations for x in angles))
         return any(x is not None and x.requires_grad for x in inputs)
 
     def fold(self) -> list[FoldedBranch]:
@@ -72,8 +84,9 @@ class AttentionCall:
         return self._folded
 
     def fold_branch(self, branch: RotatedBranch) -> FoldedBranch:
-        q = rotate_and_scale(self.q, branch.query_angles, self.tau, self.normalise, self.interleaved)
-        return FoldedBranch(q, self.fold_keys(branch), self.v, self.scale, branch.region, self.layout, branch.slopes)
+        q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
+        k = self.fold_keys(branch)
+        return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, branch.slopes, branch.offset)
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
@@ -90,15 +103,13 @@ class AttentionCall:
         for first in range(0, kv_heads, count):
             key_heads = slice(first, first + count)
             heads = slice(first * self.groups, (first + count) * self.groups)
-            tau = self.tau if self.tau is None or self.tau.shape[1] == 1 else self.tau[:, heads]
-            branches = [b if b.slopes is None else replace(b, slopes=b.slopes[heads]) for b in self.branches]
             q, k, v = self.q[:, heads], self.k[:, key_heads], self.v[:, key_heads]
-            yield heads, replace(self, q=q, k=k, v=v, branches=branches, tau=tau)
+            yield heads, replace(self, q=q, k=k, v=v, branches=[branch.take_heads(heads) for branch in self.branches])
 
 
 @dataclass(frozen=True, eq=False)
 class FoldedBranch:
-    """One branch with rotation, τ and norms folded into q and k: scores are scale · q·k - slopes · |Δ|."""
+    """One branch with rotation, τ and norms folded into q and k: scores are scale · q·k - slopes · |Δ| + offset."""
 
     q: Tensor
     k: Tensor
@@ -107,11 +118,12 @@ class FoldedBranch:
     region: Region
     layout: Layout
     slopes: Tensor | None = None
+    offset: Tensor | None = None
 
     def as_call(self) -> AttentionCall:
-        """Return a call of this branch alone, which has nothing left to fold."""
+        """Return a call of this branch alone, without its offset, which has nothing left to fold."""
         branch = RotatedBranch(self.region, slopes=self.slopes)
-        return AttentionCall(self.q, self.k, self.v, self.layout, [branch], None, self.scale)
+        return AttentionCall(self.q, self.k, self.v, self.layout, [branch], self.scale)
 
     @property
     def groups(self) -> int:

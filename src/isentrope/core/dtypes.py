@@ -75,3 +75,9 @@ def _runs_on_cpu(device: torch.device | str | None) -> bool:
 @cache
 def _warn_widened(name: str) -> None:
     logger.warning("weights are %s; using float32 on this CPU (dtype %s keeps them)", name, name)
+
+
+def lengths_as_float(n: Tensor | float) -> Tensor:
+    """Return n as a float tensor, fp32 or wider."""
+    n = torch.as_tensor(n)
+    return n.to(accumulation_dtype(n))

@@ -102,7 +102,7 @@ def _depends_on_row(recipe: Recipe) -> bool:
     """Whether padding at the end of a row changes how its tokens are read."""
     position = recipe.position
     by_length = isinstance(position, CLEX) or (isinstance(position, NTK) and position.dynamic)
-    return by_length or getattr(recipe.temperature, "count", "visible") == "sequence"
+    return by_length or any(getattr(law, "count", "visible") == "sequence" for law in recipe.temperatures)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def under_recipe(model: PreTrainedModel, recipe: Recipe | str) -> AbstractContex
 
 
 def pair_with_untempered(recipes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each recipe with a temperature and the one among the others that is the same without."""
+    """Yield each recipe with a temperature or a share law and the one among the others that is the same without."""
     parsed = {text: parse_recipe(text) for text in recipes}
     for text, recipe in parsed.items():
-        bare = replace(recipe, temperature=None)
+        bare = replace(recipe, temperature=None, share=None)
         for other, candidate in parsed.items():
-            if recipe.temperature is not None and candidate == bare:
+            if recipe != bare and candidate == bare:
                 yield text, other

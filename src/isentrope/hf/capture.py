@@ -39,13 +39,13 @@ class CapturedAttention:
         return self.options["layout"]
 
     def without_position(self) -> CapturedAttention:
-        """Return the same call before any position method: no rotation, no bias. Mask and temperature stay."""
+        """Return the same call before any position method: no rotation, no bias. Mask and τ of all keys stay."""
         q, k, rope = self.q, self.k, self.applied_rope
         if rope is not None:
             # `rotate` multiplies by the rope's scaling, which q and k already have
             q = rope.rotate(q, -self.layout.query) / rope.scaling
             k = rope.rotate(k, -self.layout.key) / rope.scaling
-        return replace(self, q=q, k=k, recipe=replace(self.recipe, position=None), applied_rope=None)
+        return replace(self, q=q, k=k, recipe=self.recipe.without_far_keys(), applied_rope=None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.hf.names import CONFIG_KEY
-from isentrope.recipe import KINDS, Recipe
+from isentrope.recipe import Recipe
 from isentrope.utils.files import write_atomically
 
 CARD = "README.md"
@@ -29,7 +29,7 @@ def render_card(config: Any) -> str:
     recipe = Recipe.from_dict(saved["recipe"])
     base = str(getattr(config, "name_or_path", "") or "")
     on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
-    parts = [part for kind in KINDS if (part := getattr(recipe, kind)) is not None]
+    parts = recipe.parts
     lines = [
         "---",
         "library_name: transformers",

@@ -25,7 +25,10 @@ class LayerDescription:
 
     Attributes:
         cache: "rotated keys", "raw keys", or "keys" where the model does not rotate them.
-        tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head).
+        tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head); of
+            near keys where far ones have another.
+        far_tau: that of far keys; None where there are none.
+        far_bias: what a share law adds to the scores of far keys; None where there are none.
         distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
             the key is not visible.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
@@ -40,16 +43,22 @@ class LayerDescription:
     distances: tuple[float | None, ...]
     fastest: float | None
     slowest: float | None
+    far_tau: tuple[tuple[float, ...], ...] | None = None
+    far_bias: tuple[tuple[float, ...], ...] | None = None
 
     def __str__(self) -> str:
         waves = "no rotation" if self.fastest is None else f"wavelengths {self.fastest:.3g} … {self.slowest:.3g} tokens"
         at = " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
-        tau = " ".join(f"{n}→{_format_range(t)}" for n, t in zip(LENGTHS, self.tau, strict=True))
+        laws = {"τ at n": self.tau}
+        if self.far_tau is not None and self.far_bias is not None and self.far_tau != self.tau:
+            laws = {"near τ": self.tau, "far τ": self.far_tau}
+        if self.far_bias is not None and any(bias != (0.0,) for bias in self.far_bias):
+            laws["far bias"] = self.far_bias
         return "\n".join(
             (
                 f"  position  {self.position}; {waves}; {self.cache} in the cache",
                 f"  distance  {at}",
-                f"  τ at n    {tau}",
+                *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items()),
                 f"  mask      {self.mask}",
             )
         )
@@ -96,6 +105,7 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         region = region & layer.recipe.mask.region(layer.causal)
     theta = _get_frequencies(layer.recipe.position, info)
     raw = layer.recipe.position is not None
+    has_far_keys = raw and layer.recipe.position.near_window is not None
     changed = raw or any(rope.same(info.rope) for rope, _, _ in extension.frequencies)
     return LayerDescription(
         index=info.index,
@@ -103,10 +113,12 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         position=str(method) if changed and method is not None else "the model's own",
         mask=_format_region(region),
         cache="raw keys" if raw else "rotated keys" if info.rope is not None else "keys",
-        tau=tuple(_compute_tau(layer, region, n, info) for n in LENGTHS),
+        tau=tuple(_compute_tau(layer, region, n, info, "near") for n in LENGTHS),
         distances=tuple(_compute_distance(layer, region, d, info) for d in DISTANCES),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
+        far_tau=tuple(_compute_tau(layer, region, n, info, "far") for n in LENGTHS) if has_far_keys else None,
+        far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
     )
 
 
@@ -123,14 +135,27 @@ def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | Non
     return position.frequencies(info.head_dim, length, torch.float32, torch.device("cpu")).detach()
 
 
-def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:
-    law = layer.recipe.temperature
+def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo, keys: str) -> tuple[float, ...]:
+    law = next((law for law in layer.recipe.temperatures if getattr(law, "keys", "all") in ("all", keys)), None)
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
     count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
     with torch.no_grad():
         return tuple(law.scale(count, info.head_dim).flatten().tolist())
+
+
+def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:
+    share = layer.recipe.share
+    if share is None:
+        return (0.0,)
+    layout, positions = Layout(1, 1, n, torch.device("cpu")), torch.zeros(1, 1)
+    branches = layer.recipe.position.branches(positions, positions, info.heads)
+    spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
+    counted = Region(spans) if share.count == "far" else region
+    count = layout.count_keys("visible", layout.simplify(counted))[:, None].clamp_min(1)
+    with torch.no_grad():
+        return tuple(share.bias(count).flatten().tolist())
 
 
 def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
@@ -165,6 +190,10 @@ def _format_region(region: Region) -> str:
 
 def _format_distance(distance: float | None) -> str:
     return "·" if distance is None else f"{distance:g}"
+
+
+def _format_by_length(values: tuple[tuple[float, ...], ...]) -> str:
+    return " ".join(f"{n}→{_format_range(value)}" for n, value in zip(LENGTHS, values, strict=True))
 
 
 def _format_range(tau: tuple[float, ...]) -> str:

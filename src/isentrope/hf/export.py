@@ -121,6 +121,8 @@ def _to_rope_parameters(
     recipe: Recipe, parameters: dict[str, Any], dim: int, config: PreTrainedConfig
 ) -> dict[str, Any]:
     """Express a position method and a temperature as transformers' rope_parameters."""
+    if len(recipe.temperatures) > 1 or recipe.share is not None:
+        raise ValueError(_no_native_form(recipe, f"{recipe.share or 'a pair of temperatures'} has none"))
     position, law = recipe.position, recipe.temperature
     static = isinstance(law, YaRNTemperature) and law.factor is not None
     if isinstance(position, YaRN):

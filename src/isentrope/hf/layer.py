@@ -90,18 +90,19 @@ class Layer(nn.Module):
         self.eager_attention = info.eager_attention
         self.evicts = isinstance(recipe.mask, (Sink, Lambda))
         self.layout_kind = (self.rope is None, self.evicts, self.native_mask)
-        self.parts = tuple(
-            part for part in (recipe.score, recipe.position, recipe.temperature, recipe.mask) if part is not None
-        )
+        self.parts = recipe.parts
         # for an error that may be raised while a graph is traced, where no part can be printed
         self.description = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
-        # registered, so that it trains, moves and is saved
-        self.temperature = recipe.temperature if isinstance(recipe.temperature, nn.Module) else None
+        # registered, so that they train, move and are saved
+        learned: dict[str, nn.Module] = {
+            getattr(law, "keys", "all"): law for law in recipe.temperatures if isinstance(law, nn.Module)
+        }
+        self.temperature = learned["all"] if "all" in learned else nn.ModuleDict(learned) if learned else None
 
     def idle(self, length: int, framed: bool) -> bool:
         """Return whether rows of up to `length` keys come out as from the model before it was extended."""
         # where a cache has evicted keys, positions and lengths exceed the number of keys
-        beyond = framed and getattr(self.recipe.temperature, "count", "visible") != "visible"
+        beyond = framed and self.recipe.counts_unseen_keys
         return not beyond and all(part.idle(length) for part in self.parts)
 
     def forward(self, call: LayerCall) -> Tensor:
@@ -157,7 +158,11 @@ class Layer(nn.Module):
         if scale is not None and self.rope is not None:
             scale = scale * self.rope.scaling**2
         recipe = self.recipe
-        if self.temperature is not None:  # as it is registered: it may have been wrapped since
+        if isinstance(self.temperature, nn.ModuleDict):  # as they are registered: they may have been wrapped since
+            registered = dict(self.temperature.items())
+            laws = tuple(registered.get(law.keys, law) for law in recipe.temperatures)
+            recipe = replace(recipe, temperature=laws)
+        elif self.temperature is not None:
             recipe = replace(recipe, temperature=self.temperature)
         return recipe, {"causal": self.causal, "mask": self.native_mask, "layout": layout, "scale": scale}
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
-from isentrope.hf.sharding import LocalHeads, shard_position, shard_temperature
+from isentrope.hf.sharding import LocalHeads, shard_position, shard_share, shard_temperature
 from isentrope.positions import Position, RoPE
-from isentrope.recipe import KINDS, Recipe
+from isentrope.recipe import Recipe
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
@@ -33,10 +33,7 @@ def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[
         raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
     # copied: what a recipe learns belongs to one model
     recipe = Recipe.parse(recipe, **defaults) if isinstance(recipe, str) else copy.deepcopy(recipe)
-    recipe = recipe.resolve()
-    if recipe.position is None:
-        return recipe
-    return replace(recipe, position=recipe.position.resolve(defaults["train_length"]))
+    return recipe.resolve().fill_train_length(defaults["train_length"])
 
 
 def read_train_length(config: PreTrainedConfig) -> int | None:
@@ -57,8 +54,7 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
 
 def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
     """Refuse parts that a model must be trained with, or warn of them where `allow_untrained`."""
-    parts = (recipe.score, recipe.position, recipe.temperature)
-    untrained = [part for part in parts if getattr(part, "needs_training", False)]
+    untrained = [part for part in recipe.parts if getattr(part, "needs_training", False)]
     if untrained:
         what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
         if not allow_untrained:
@@ -69,18 +65,19 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
 
 
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
-    """Refuse a position method for a model without rotation, and temperatures for another number of heads."""
+    """Refuse a position method for a model without rotation, and tables for another number of heads."""
     if recipe.position is not None and all(layer.rope is None for layer in layers):
         raise ValueError(
             f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
         )
-    if recipe.temperature is None:
-        return
+    far = torch.full((1, 1, 1), 1 << 20)
     for layer in layers:
-        law = recipe.for_layer(layer.index).temperature
-        tau = law.scale(torch.full((1, 1, 1), 1 << 20), layer.head_dim)
-        if tau.shape[-2] not in (1, layer.heads):
-            raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {tau.shape[-2]}")
+        layer_recipe = recipe.for_layer(layer.index)
+        laws = [(law, law.scale(far, layer.head_dim)) for law in layer_recipe.temperatures]
+        laws += [] if recipe.share is None else [(layer_recipe.share, layer_recipe.share.bias(far))]
+        for law, values in laws:
+            if values.shape[-2] not in (1, layer.heads):
+                raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {values.shape[-2]}")
 
 
 @dataclass
@@ -104,16 +101,11 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
     fitted: dict[tuple[int, str | None, LocalHeads], tuple[Position, Tensor | None]] = {}
     plans = []
     for layer in layers:
-        layer_recipe = recipe.for_layer(layer.index)
-        temperature = layer_recipe.temperature
-        if isinstance(temperature, nn.Module):
-            temperature = copy.deepcopy(temperature)
-        temperature = shard_temperature(temperature, layer.local_heads, layer.head_dim)
-        layer_recipe = replace(layer_recipe, temperature=temperature)
+        layer_recipe = _localize(recipe.for_layer(layer.index), layer)
         rope = layer.rope
         stream = get_streaming_window(recipe.mask, recipe.position) if layer.causal else None
         if rope is None or not (recipe.position or stream) or not _takes_position(layer, layers):
-            plans.append(LayerPlan(replace(layer_recipe, position=None)))
+            plans.append(LayerPlan(layer_recipe.without_far_keys()))
             continue
         key = (id(rope.module), rope.layer_type, layer.local_heads)
         if key not in fitted:
@@ -122,7 +114,7 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
             fitted[key] = shard_position(position, layer.local_heads), theta
         position, theta = fitted[key]
         if theta is not None:
-            plans.append(LayerPlan(replace(layer_recipe, position=None), theta=theta))
+            plans.append(LayerPlan(layer_recipe.without_far_keys(), theta=theta))
         else:
             plans.append(LayerPlan(replace(layer_recipe, position=position), skipped_rope=rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
@@ -130,14 +122,20 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
     return plans
 
 
+def _localize(recipe: Recipe, layer: LayerInfo) -> Recipe:
+    """Return the recipe of a layer for the heads that are in this process, with modules of its own."""
+    own = [copy.deepcopy(law) if isinstance(law, nn.Module) else law for law in recipe.temperatures]
+    laws = tuple(shard_temperature(law, layer.local_heads, layer.head_dim) for law in own)
+    return replace(recipe, temperature=laws, share=shard_share(recipe.share, layer.local_heads))
+
+
 def collect_parts(plans: list[LayerPlan]) -> tuple[Any, ...]:
     """Return every part of every layer's recipe, once."""
-    parts = [getattr(plan.recipe, kind) for plan in plans for kind in KINDS]
-    return tuple({id(part): part for part in parts if part is not None}.values())
+    return tuple({id(part): part for plan in plans for part in plan.recipe.parts}.values())
 
 
 def _same_parts(one: Recipe, other: Recipe) -> bool:
-    return all(getattr(one, kind) is getattr(other, kind) for kind in KINDS)
+    return [id(part) for part in one.parts] == [id(part) for part in other.parts]
 
 
 def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from isentrope.core.dtypes import lengths_as_float
 from isentrope.hf.extend import extended, get_extension
 from isentrope.hf.layer import get_layer
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from isentrope.temperatures.fitted import interpolate_table
-from isentrope.temperatures.laws import lengths_as_float
 
 
 @dataclass(frozen=True, eq=False)

@@ -196,6 +196,10 @@ class FittedPosition(Position):
     def longest(self) -> int | None:  # type: ignore[override]
         return self.inner.longest
 
+    @property
+    def near_window(self) -> int | None:
+        return self.inner.near_window if self.size is None else None
+
     def cache_key(self) -> Hashable:
         return self.rope.cache_key(), self.inner.cache_key()
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from isentrope.positions import Branch, Position
+from isentrope.share import Share
 from isentrope.temperatures import Temperature
 
 CONTEXT_PARALLEL_ERROR = (
@@ -89,7 +90,15 @@ def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
             f"{heads.count}, and the other processes would not receive what it learns; "
             "extend the model without tensor parallelism"
         )
-    return HeadwiseTemperature(count=getattr(law, "count", "visible"), law=law, heads=heads)
+    count, keys = getattr(law, "count", "visible"), getattr(law, "keys", "all")
+    return HeadwiseTemperature(count=count, keys=keys, law=law, heads=heads)
+
+
+def shard_share(share: Any, heads: LocalHeads) -> Any:
+    """Return a share law for the heads that are in this process."""
+    if not isinstance(share, Share) or not isinstance(share.beta, tuple) or len(share.beta) == 1:
+        return share
+    return replace(share, beta=share.beta[heads.first : heads.first + heads.count])
 
 
 def shard_position(position: Position, heads: LocalHeads) -> Position:

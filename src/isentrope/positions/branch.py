@@ -20,12 +20,14 @@ class Branch:
         region: the pairs of queries and keys.
         query, key: positions (batch or 1, length), one number for all, or None for no rotation.
         slopes: (heads,), for a bias -slope · |i - j| on the score.
+        far: whether these are the keys beyond the window of a method that has one.
     """
 
     region: Region = field(default_factory=lambda: EVERYTHING)
     query: Tensor | float | None = None
     key: Tensor | float | None = None
     slopes: Tensor | None = None
+    far: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,11 @@ class Position(Part):
     rotates = False
     longest: int | None = None  # the longest supported row
     keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
+
+    @property
+    def near_window(self) -> int | None:
+        """The distance from which on keys are far, in a method whose branches say which are; None in any other."""
+        return None
 
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         """Return the branches for queries and keys at these positions, (batch or 1, queries) and (batch or 1, keys)."""

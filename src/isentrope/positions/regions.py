@@ -27,6 +27,10 @@ class NearAndFar(PositionMap):
         super().__post_init__()
         check_integer(self, "window", 1)
 
+    @property
+    def near_window(self) -> int:
+        return self.window
+
     def idle(self, length: int) -> bool:
         return length <= self.window
 
@@ -38,8 +42,8 @@ class NearAndFar(PositionMap):
         w = self.window
         return (
             Branch(band(1 - w, w), query, key),
-            Branch(band(-inf, 1 - w), *self.far(query, key, 1)),
-            Branch(band(w, inf), *self.far(query, key, -1)),
+            Branch(band(-inf, 1 - w), *self.far(query, key, 1), far=True),
+            Branch(band(w, inf), *self.far(query, key, -1), far=True),
         )
 
 

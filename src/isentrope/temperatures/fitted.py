@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -54,15 +54,19 @@ class Fitted(Temperature):
             )
 
     @property
-    def unit_length(self) -> float:
+    def train_length(self) -> int:
         return self.lengths[0]
+
+    @property
+    def unit_length(self) -> float:
+        return self.train_length
 
     def for_layer(self, layer: int) -> Fitted:
         if torch.tensor(self.table).dim() < 3:
             return self
         if not 0 <= layer < len(self.table):
             raise ValueError(f"Fitted: expected a layer in 0 … {len(self.table) - 1}, got {layer}")
-        return Fitted(self.lengths, self.table[layer], clamp=self.clamp, count=self.count)
+        return replace(self, table=self.table[layer])
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
         table = torch.tensor(self.table, dtype=n.dtype, device=n.device)

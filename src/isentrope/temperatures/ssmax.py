@@ -7,8 +7,9 @@ from math import log
 import torch
 from torch import Tensor, nn
 
+from isentrope.core.dtypes import lengths_as_float
 from isentrope.parts import MAX_HEADS, Part, check_bool, check_choice, check_integer
-from isentrope.temperatures.laws import COUNTS, lengths_as_float
+from isentrope.temperatures.laws import COUNTS, KEYS
 from isentrope.utils.messages import format_value
 
 
@@ -29,13 +30,16 @@ class SSMax(nn.Module, Part):
         *,
         clamp: bool = False,
         count: str = "visible",
+        keys: str = "all",
     ) -> None:
         super().__init__()
         self.heads, self.init_length, self.bias, self.clamp, self.count = heads, init_length, bias, clamp, count
+        self.keys = keys
         check_integer(self, "heads", 1, MAX_HEADS)
         check_integer(self, "init_length", 4)
         check_bool(self, "bias")
         check_choice(self, "count", COUNTS)
+        check_choice(self, "keys", KEYS)
         if clamp is not False:
             raise ValueError(
                 f"SSMax(clamp=…): expected False, a learned law has no length with τ = 1, got {format_value(clamp)}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isentrope.backends.merge import MergedBackend
+from isentrope.backends.merge import MergedBackend, add_offset
 from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
@@ -77,10 +77,10 @@ class BandBackend(SDPABackend):
         far = None
         if plan.far_branch is not None:
             branch = replace(call.branches[plan.far_branch], region=Region((plan.far_span,)))
-            far = self.forward_branch(call.fold_branch(branch))
+            far = add_offset(self.forward_branch(call.fold_branch(branch)), branch.offset)
         return launch(
-            call.q, k, call.v, plan.left, plan.right, near.query_angles, call.tau, call.scale, call.normalise,
-            plan.sinks, sink_keys, sink.query_angles, far,
+            call.q, k, call.v, plan.left, plan.right, near.query_angles, near.tau, call.scale, call.normalise,
+            plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,8 @@ class BandBackend(SDPABackend):
         layout = branches[0].layout
         plan = plan_band([branch.region for branch in branches], layout.queries, layout.keys)
         assert plan is not None and plan.far_branch is not None and not plan.sinks
-        near, far = branches[plan.near_branch], self.forward_branch(branches[plan.far_branch])
+        near, far_branch = branches[plan.near_branch], branches[plan.far_branch]
+        far = add_offset(self.forward_branch(far_branch), far_branch.offset)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
 

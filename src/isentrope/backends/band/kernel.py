@@ -38,6 +38,8 @@ def launch(
     sinks: int = 0,
     sink_keys: Tensor | None = None,
     sink_angles: Angles | None = None,
+    sink_tau: Tensor | None = None,
+    sink_offset: Tensor | None = None,
     far: PartialOutput | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
@@ -50,12 +52,14 @@ def launch(
         left: keys before a query's own.
         right: keys after it.
         angles: rotation of the queries in the band.
-        tau: temperatures, (batch or 1, heads or 1, queries).
+        tau: temperatures in the band, (batch or 1, heads or 1, queries).
         scale: factor of the scores.
         normalise: whether to divide queries by their lengths.
         sinks: number of first keys that queries also see, as far as these lie before the band.
         sink_keys: the sinks, ready to multiply; `k` by default.
         sink_angles: rotation of the queries against the sinks.
+        sink_tau: temperatures against the sinks, as `tau`.
+        sink_offset: added to the scores of the sinks, (batch or 1, heads or 1, queries).
         far: output of further keys, to be merged.
 
     Returns:
@@ -75,16 +79,19 @@ def launch(
     with device_context(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
             q, _describe_blocks(k, columns), _describe_blocks(v, columns), v, sink_keys, out, lse,
-            cos, sin, sink_cos, sink_sin, lse if tau is None else tau, far_out, far_lse,
+            cos, sin, sink_cos, sink_sin, lse if tau is None else tau,
+            lse if sink_tau is None else sink_tau, lse if sink_offset is None else sink_offset, far_out, far_lse,
             *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
             *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
-            *broadcast_strides(tau, 0, 1, 2),
+            *broadcast_strides(tau, 0, 1, 2), *broadcast_strides(sink_tau, 0, 1, 2),
+            *broadcast_strides(sink_offset, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
             GROUPS=heads // kv_heads, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns,
             SINKS=max(MIN_MATRIX_SIZE, triton.next_power_of_2(sinks)) if sinks else 0, ROTATE=angles is not None,
-            ROTATE_SINKS=sink_angles is not None, TAU=tau is not None, NORMALISE=normalise, FAR=far is not None,
-            SCALE_SCORES=angles is None and sink_angles is None and tau is None and not normalise,
+            ROTATE_SINKS=sink_angles is not None, TAU=tau is not None, SINK_TAU=sink_tau is not None,
+            SINK_OFFSET=sink_offset is not None, NORMALISE=normalise, FAR=far is not None,
+            SCALE_SCORES=all(x is None for x in (angles, sink_angles, tau, sink_tau)) and not normalise,
             IEEE=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
@@ -113,6 +120,13 @@ def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]
         return SERVER_BLOCKS
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return SERVER_BLOCKS if shared_memory > MIN_SHARED_MEMORY_BYTES else CONSUMER_BLOCKS
+
+
+@triton.jit
+def _load_rows(x, x_batch, x_head, x_row, batch, head, row, valid):
+    """Load a value for each row of a block, (batch or 1, heads or 1, queries)."""
+    pointer = x + batch * x_batch + head * x_head + row.to(tl.int64) * x_row
+    return tl.load(pointer, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -175,18 +189,21 @@ def _attend_blocks(row_max, row_sum, acc, q_block, k, v, batch, head, position, 
 
 # arguments that change with the length are not specialised: one kernel serves all lengths
 @triton.jit(do_not_specialize=[
-    "angle_batch", "sink_angle_batch", "tau_batch", "tau_head", "far_lse_batch", "far_lse_head",
+    "angle_batch", "sink_angle_batch", "tau_batch", "tau_head", "sink_tau_batch", "sink_tau_head",
+    "sink_offset_batch", "sink_offset_head", "far_lse_batch", "far_lse_head",
     "queries", "keys", "left", "right", "sinks", "first", "last",
 ])  # fmt: skip
 def _band(
-    q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, far_out, far_lse,
-    q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
+    q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, sink_tau, sink_offset,
+    far_out, far_lse, q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
     angle_batch, angle_row, sink_angle_batch, sink_angle_row, tau_batch, tau_head, tau_row,
+    sink_tau_batch, sink_tau_head, sink_tau_row, sink_offset_batch, sink_offset_head, sink_offset_row,
     far_batch, far_head, far_row, far_lse_batch, far_lse_head, far_lse_row,
     heads, queries, keys, left, right, sinks, first, last, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
-    FAR: tl.constexpr, SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr,
+    SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr,
+    SINK_TAU: tl.constexpr, SINK_OFFSET: tl.constexpr, NORMALISE: tl.constexpr, FAR: tl.constexpr,
+    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled."""
     head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
@@ -199,9 +216,9 @@ def _band(
     factor = tl.full((ROWS,), 1.0, tl.float32)
     if not SCALE_SCORES:
         factor = factor * scale
+    sink_factor = factor
     if TAU:
-        tau_pointer = tau + batch * tau_batch + head64 * tau_head + row.to(tl.int64) * tau_row
-        factor = factor * tl.load(tau_pointer, mask=row_valid, other=0.0).to(tl.float32)
+        factor = factor * _load_rows(tau, tau_batch, tau_head, tau_row, batch, head64, row, row_valid)
     q += batch * q_batch + head64 * q_head
     v += batch * v_batch + kv_head64 * v_head
     value_lane = tl.arange(0, VALUE_SIZE)
@@ -231,8 +248,12 @@ def _band(
     )  # fmt: skip
 
     if SINKS > 0:  # last, when the loops have released their shared memory
-        q_block = _load_queries(q, sink_cos + batch * sink_angle_batch, sink_sin + batch * sink_angle_batch, factor,
-                                row, row_valid, q_row, sink_angle_row, SIZE, ROTATE_SINKS, NORMALISE)  # fmt: skip
+        if SINK_TAU:
+            tau_rows = _load_rows(sink_tau, sink_tau_batch, sink_tau_head, sink_tau_row, batch, head64, row, row_valid)
+            sink_factor = sink_factor * tau_rows
+        q_block = _load_queries(q, sink_cos + batch * sink_angle_batch, sink_sin + batch * sink_angle_batch,
+                                sink_factor, row, row_valid, q_row, sink_angle_row, SIZE, ROTATE_SINKS,
+                                NORMALISE)  # fmt: skip
         column, lane = tl.arange(0, SINKS), tl.arange(0, SIZE)
         sink_valid = (column < sinks)[:, None]
         sink = column.to(tl.int64)[:, None]
@@ -243,6 +264,10 @@ def _band(
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
         if SCALE_SCORES:
             scores = scores * scale
+        if SINK_OFFSET:
+            offset_rows = _load_rows(sink_offset, sink_offset_batch, sink_offset_head, sink_offset_row, batch, head64,
+                                     row, row_valid)  # fmt: skip
+            scores = scores + offset_rows[:, None] / LN2
         visible = (column < sinks)[None, :] & (column[None, :] < (position - left)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, scores, v_block, IEEE, True)

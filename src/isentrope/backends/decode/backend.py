@@ -42,7 +42,10 @@ class DecodeBackend(Backend):
         rotated = [angles is not None for angles in pairs]
         rotations = [x for angles in pairs for x in angles or ()]
         run = torch.ops.isentrope.decode if torch.compiler.is_compiling() else _run
-        out, lse = run([call.q, call.k, call.v], bounds, rotations, rotated, call.tau, call.scale, call.normalise)
+        taus, offsets = ([getattr(branch, key) for branch in call.branches] for key in ("tau", "offset"))
+        out, lse = run(
+            [call.q, call.k, call.v], bounds, rotations, rotated, [*taus, *offsets], call.scale, call.normalise
+        )
         return out, lse
 
 
@@ -62,15 +65,20 @@ def _run(
     bounds: Tensor,
     rotations: list[Tensor],
     rotated: list[bool],
-    tau: Tensor | None,
+    factors: list[Tensor | None],
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`."""
+    """Launch the kernel.
+
+    `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`; `factors` are the τ of
+    all branches, then their offsets.
+    """
     from isentrope.backends.decode import kernel
 
     q, k, v = qkv
-    return kernel.launch(q, k, v, bounds, rotations, rotated, tau, scale, normalise)
+    count = len(factors) // 2
+    return kernel.launch(q, k, v, bounds, rotations, rotated, factors[:count], factors[count:], scale, normalise)
 
 
 _decode = torch.library.custom_op("isentrope::decode", _run, mutates_args=())

@@ -24,7 +24,8 @@ def launch(
     bounds: Tensor,
     angles: list[Tensor],
     rotated: list[bool],
-    tau: Tensor | None,
+    taus: list[Tensor | None],
+    offsets: list[Tensor | None],
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,8 @@ def launch(
         bounds: visible keys, two intervals [low, high) per branch: (batch or 1, branches, 4).
         angles: cos and sin of each entry of `rotated` that is true.
         rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated.
-        tau: temperatures, (batch or 1, heads or 1, 1).
+        taus: temperatures of each branch, (batch or 1, heads or 1, 1).
+        offsets: added to the scores of each branch, (batch or 1, heads or 1, 1).
         scale: factor of the scores.
         normalise: whether to divide queries and keys by their lengths.
 
@@ -59,21 +61,36 @@ def launch(
             tables.append(table)
         # a table for all rows or all positions has stride 0 there
         angle_strides += broadcast_strides(table if is_rotated else None, 0, 2)
+    tau0, tau1, offset0, offset1 = factors = [*_pad_pair(taus), *_pad_pair(offsets)]
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
     with device_context(q):
         _attend_split[(batch * kv_heads, splits)](
-            q, k, v, partial_out, partial_lse, bounds, partial_lse if tau is None else tau, *tables,
+            q, k, v, partial_out, partial_lse, bounds,
+            *(partial_lse if x is None else x for x in factors), *tables,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if bounds.shape[0] == 1 else bounds.stride(0),
-            *broadcast_strides(tau, 0, 1), *angle_strides, scale, kv_heads, splits,
+            *(stride for x in factors for stride in broadcast_strides(x, 0, 1)),
+            *angle_strides, scale, kv_heads, splits,
             GROUPS=groups, ROWS=max(MIN_ROWS, triton.next_power_of_2(groups)), SIZE=size, HALF=size // 2,
             VALUE_SIZE=value_size, BLOCK=min(MAX_BLOCK_KEYS, MAX_BLOCK_BYTES // (size * q.element_size())),
-            BRANCHES=bounds.shape[1], TAU=tau is not None, NORMALISE=normalise, IEEE=q.dtype == torch.float32,
+            BRANCHES=bounds.shape[1], TAU0=tau0 is not None, TAU1=tau1 is not None, OFFSET0=offset0 is not None,
+            OFFSET1=offset1 is not None, NORMALISE=normalise, IEEE=q.dtype == torch.float32,
             ROTATE_Q0=rotated[0], ROTATE_K0=rotated[1], ROTATE_Q1=rotated[2], ROTATE_K1=rotated[3],
         )  # fmt: skip
         _merge_splits[(batch * heads,)](partial_out, partial_lse, out, lse, VALUE_SIZE=value_size, SPLITS=splits)
     return out, lse
+
+
+def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
+    """Return values of one or two branches as two."""
+    return [*values, None][:2]
+
+
+@triton.jit
+def _load_heads(x, batch, head, x_batch, x_head, row, GROUPS: tl.constexpr):
+    """Load a value for each query head of one key head, (batch or 1, heads or 1, 1)."""
+    return tl.load(x + batch * x_batch + head * x_head, mask=row < GROUPS, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -115,12 +132,14 @@ def _compute_scores(qa, qb, a, b, cos, sin, key, key_valid, lane, angle_row, ROT
 
 @triton.jit
 def _attend_split(
-    q, k, v, partial_out, partial_lse, bounds, tau,
+    q, k, v, partial_out, partial_lse, bounds, tau0, tau1, offset0, offset1,
     cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
-    q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch, tau_batch, tau_head,
+    q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch,
+    tau0_batch, tau0_head, tau1_batch, tau1_head, offset0_batch, offset0_head, offset1_batch, offset1_head,
     q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, kv_heads, splits,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr,
+    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, NORMALISE: tl.constexpr,
     ROTATE_Q0: tl.constexpr, ROTATE_K0: tl.constexpr, ROTATE_Q1: tl.constexpr, ROTATE_K1: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
@@ -148,21 +167,27 @@ def _attend_split(
     end = tl.minimum(begin + split_size, last)
 
     q_head_index = head * GROUPS + row
-    factor = tl.full((ROWS,), 1.0, tl.float32)
-    if TAU:
-        tau_pointer = tau + batch * tau_batch + q_head_index * tau_head
-        factor = tl.load(tau_pointer, mask=row < GROUPS, other=0.0).to(tl.float32)
+    factor0, factor1 = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), 1.0, tl.float32)
+    shift0, shift1 = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if TAU0:
+        factor0 = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row, GROUPS)
+    if TAU1:
+        factor1 = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row, GROUPS)
+    if OFFSET0:
+        shift0 = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row, GROUPS)
+    if OFFSET1:
+        shift1 = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row, GROUPS)
     q_pointer = q + batch * q_batch + q_head_index[:, None].to(tl.int64) * q_head + lane[None, :]
     cos_q0, sin_q0, cos_k0, sin_k0 = (
         cos_q0 + batch * q0_batch, sin_q0 + batch * q0_batch, cos_k0 + batch * k0_batch, sin_k0 + batch * k0_batch,
     )  # fmt: skip
-    qa0, qb0 = _load_queries(q_pointer, row, factor, cos_q0, sin_q0, lane, GROUPS, HALF, ROTATE_Q0, NORMALISE)
+    qa0, qb0 = _load_queries(q_pointer, row, factor0, cos_q0, sin_q0, lane, GROUPS, HALF, ROTATE_Q0, NORMALISE)
     qa1, qb1 = qa0, qb0
     if BRANCHES == 2:
         cos_q1, sin_q1, cos_k1, sin_k1 = (
             cos_q1 + batch * q1_batch, sin_q1 + batch * q1_batch, cos_k1 + batch * k1_batch, sin_k1 + batch * k1_batch,
         )  # fmt: skip
-        qa1, qb1 = _load_queries(q_pointer, row, factor, cos_q1, sin_q1, lane, GROUPS, HALF, ROTATE_Q1, NORMALISE)
+        qa1, qb1 = _load_queries(q_pointer, row, factor1, cos_q1, sin_q1, lane, GROUPS, HALF, ROTATE_Q1, NORMALISE)
 
     k += batch * k_batch + head.to(tl.int64) * k_head
     v += batch * v_batch + head.to(tl.int64) * v_head
@@ -184,12 +209,12 @@ def _attend_split(
                 branch_scores = _compute_scores(qa0, qb0, a, b, cos_k0, sin_k0, key, key_valid, lane, k0_row, ROTATE_K0,
                                                 NORMALISE, IEEE)  # fmt: skip
                 visible = key_valid & ((key >= low0) & (key < high0) | (key >= low1) & (key < high1))
-                scores = tl.where(visible[None, :], branch_scores * scale, scores)
+                scores = tl.where(visible[None, :], branch_scores * scale + shift0[:, None], scores)
             if sees_second:
                 branch_scores = _compute_scores(qa1, qb1, a, b, cos_k1, sin_k1, key, key_valid, lane, k1_row, ROTATE_K1,
                                                 NORMALISE, IEEE)  # fmt: skip
                 visible = key_valid & ((key >= low2) & (key < high2) | (key >= low3) & (key < high3))
-                scores = tl.where(visible[None, :], branch_scores * scale, scores)
+                scores = tl.where(visible[None, :], branch_scores * scale + shift1[:, None], scores)
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
             weight = tl.exp(scores - anchor[:, None])
