@@ -40,7 +40,6 @@ ROWS = (
     Setting(130, 130, batch=1, heads=6, d=40, dv=40),
 )
 
-
 FAR = (*RECIPES[2:5], RECIPES[8])
 SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
 FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
