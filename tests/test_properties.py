@@ -18,6 +18,7 @@ from tests.fixtures.oracle import brute, brute_sees, brute_theta
 from tests.fixtures.recipes import (
     CPU,
     EXACT,
+    SMALL_FAR_LAWS,
     SMALL_MASKS,
     SMALL_POSITIONS,
     SMALL_TEMPERATURES,
@@ -32,10 +33,17 @@ from tests.fixtures.recipes import (
 )
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("position", SMALL_POSITIONS), ("temperature", SMALL_TEMPERATURES)])
-def test_every_method_has_a_small_example(kind, parts):
-    missing = set(KINDS[kind]) - set(map(type, parts.values()))
-    assert not missing, f"add {missing} to SMALL_{kind.upper()}S of tests/fixtures/recipes.py"
+@pytest.mark.parametrize(
+    ("kind", "parts", "where"),
+    [
+        ("position", SMALL_POSITIONS.values(), "SMALL_POSITIONS"),
+        ("temperature", SMALL_TEMPERATURES.values(), "SMALL_TEMPERATURES"),
+        ("share", [share for _, share in SMALL_FAR_LAWS.values()], "SMALL_FAR_LAWS"),
+    ],
+)
+def test_every_method_has_a_small_example(kind, parts, where):
+    missing = set(KINDS[kind]) - set(map(type, parts))
+    assert not missing, f"add {missing} to {where} of tests/fixtures/recipes.py"
 
 
 def assert_oracle(recipe, seed, queries, causal):
@@ -57,6 +65,7 @@ ORACLE = {name: p for name, p in SMALL_POSITIONS.items() if name != "clex"} | {
     "leaky-thirds": ise.LeakyReRoPE(4, 3.0),
     "selfextend-interleaved": ise.SelfExtend(4, 2, layout="interleaved", base=50.0),
 }
+FAR_POSITIONS = [name for name, position in ORACLE.items() if position is not None and position.near_window is not None]
 
 
 @pytest.mark.parametrize("name", ORACLE)
@@ -73,6 +82,15 @@ def test_reference_is_the_definition_for_every_temperature(name, seed, queries, 
     assert_oracle(
         Recipe(None, SMALL_POSITIONS[position], SMALL_TEMPERATURES[name], SMALL_MASKS[mask]), seed, queries, causal
     )
+
+
+@pytest.mark.parametrize("name", SMALL_FAR_LAWS)
+@examples(12)
+@given(seeds, named([11, 11, 4, 14]), st.booleans(), named(sorted(SMALL_MASKS)), named(FAR_POSITIONS))
+def test_reference_is_the_definition_for_near_and_far_keys(name, seed, queries, causal, mask, position):
+    temperature, share = SMALL_FAR_LAWS[name]
+    recipe = Recipe(None, ORACLE[position], temperature, SMALL_MASKS[mask], share).resolve()
+    assert_oracle(recipe, seed, queries, causal)
 
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
@@ -101,13 +119,20 @@ def test_clex_at_its_start_is_ntk():
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
-recipes = st.builds(
+one_law = st.builds(
     Recipe,
     named([None, ise.Cosine(8.0)]),
     named(list(SMALL_POSITIONS.values())),
     named(list(SMALL_TEMPERATURES.values())),
     named(list(SMALL_MASKS.values())),
 )
+far_laws = st.builds(
+    lambda position, laws, mask: Recipe(None, SMALL_POSITIONS[position], laws[0], mask, laws[1]),
+    named(["rerope", "leaky", "selfextend"]),
+    named(list(SMALL_FAR_LAWS.values())),
+    named(list(SMALL_MASKS.values())),
+)
+recipes = one_law | far_laws
 
 
 def check_weights(backend, seed, recipe, causal, lengths):

@@ -51,6 +51,7 @@ def test_the_package_says_that_it_is_typed():
         ("temperature", matrix.TEMPERATURES),
         ("mask", matrix.MASKS),
         ("score", matrix.SCORES),
+        ("share", matrix.SHARES),
     ],
 )
 def test_every_part_is_in_the_contract_matrix(kind, texts):

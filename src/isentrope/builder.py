@@ -185,7 +185,7 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
     """Return the branches with the temperature in those whose keys it is for."""
     keys = getattr(temperature, "keys", "all")
     chosen = [keys == "all" or branch.far == (keys == "far") for branch in branches]
-    if not any(chosen):  # no far key is visible
+    if not any(chosen):  # no key of that branch is visible
         return branches
     tau = _reuse(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
     return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]

@@ -15,7 +15,7 @@ MAX_HEADS = MAX_HEAD_DIM = 1 << 16
 MAX_FACTOR = 1e9  # of context extension
 MAX_BASE = 1e12  # of rotary frequencies: positions up to a billion stay distinct
 MAX_TEMPERATURE = 1e3  # τ times a query must fit fp16
-MAX_EXPONENT = 16.0  # of a length, in a temperature or a share
+MAX_EXPONENT = 4.0  # of a length in training lengths, in a temperature or a share: at five, τ is 600
 
 
 class Part:

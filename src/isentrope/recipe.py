@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,20 +57,12 @@ class Recipe:
     share: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, (list, tuple)):
-            pair = sorted(self.temperature, key=lambda part: getattr(part, "keys", "all"), reverse=True)
-            vars(self)["temperature"] = tuple(pair) if len(pair) > 1 else (pair[0] if pair else None)
         for kind in KINDS:
-            for part in self.temperatures if kind == "temperature" else (getattr(self, kind),):
-                _check_part(kind, part)
-        if len(self.temperatures) > 1 and [getattr(part, "keys", "all") for part in self.temperatures] != [
-            "near",
-            "far",
-        ]:
-            raise ValueError(
-                f"recipe: expected one temperature, or one with keys=near and one with keys=far, got "
-                f"{' and '.join(truncate(str(part)) for part in self.temperatures)}"
-            )
+            part = getattr(self, kind)
+            for each in part if kind == "temperature" and isinstance(part, (list, tuple)) else (part,):
+                _check_part(kind, each)
+        if isinstance(self.temperature, (list, tuple)):
+            vars(self)["temperature"] = _order_pair(self.temperature)
         self._check_far_keys()
         vars(self)["_resolved"] = None
         resolved = self.fill_train_length(None)
@@ -129,7 +122,9 @@ class Recipe:
         lengths = (getattr(part, "train_length", None) for part in self.temperatures)
         length = next((length for length in lengths if length is not None), train_length)
         position = None if self.position is None else self.position.resolve(length)
-        share = None if self.share is None else self.share.resolve(length, self.position.near_window)
+        share = self.share
+        if hasattr(share, "resolve"):
+            share = share.resolve(length, self.position.near_window)
         if position is self.position and share is self.share:
             return self
         filled = copy(self)
@@ -143,7 +138,7 @@ class Recipe:
     def for_layer(self, layer: int) -> Recipe:
         """Return the recipe of one layer, where temperatures or shares differ between layers."""
         parts = [part.for_layer(layer) if hasattr(part, "for_layer") else part for part in self.temperatures]
-        share = self.share if self.share is None else self.share.for_layer(layer)
+        share = self.share.for_layer(layer) if hasattr(self.share, "for_layer") else self.share
         if share is self.share and all(a is b for a, b in zip(parts, self.temperatures, strict=True)):
             return self
         return replace(self, temperature=tuple(parts), share=share)
@@ -179,7 +174,7 @@ class Recipe:
                 raise ValueError(f"Recipe.from_dict: unknown key {format_value(key)}{suggest(key, KINDS)}")
         parts: dict[str, Any] = {}
         for expected, options in data.items():
-            is_pair = expected == "temperature" and isinstance(options, list)
+            is_pair = expected == "temperature" and isinstance(options, list) and len(options) > 0
             built = [_from_dict(each, defaults) for each in (options if is_pair else [options])]
             for kind, part in built:
                 if kind != expected:
@@ -233,6 +228,19 @@ def _check_part(kind: str, part: Any) -> None:
         raise ValueError(
             f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
         )
+
+
+def _order_pair(parts: Sequence[Any]) -> Any:
+    """Return no temperature as None, one as itself, and two as (near, far)."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    pair = {getattr(part, "keys", "all"): part for part in parts}
+    if len(parts) != 2 or pair.keys() != {"near", "far"}:
+        raise ValueError(
+            "recipe: expected one temperature, or one with keys=near and one with keys=far, got "
+            f"{' and '.join(truncate(str(part)) for part in parts)}"
+        )
+    return pair["near"], pair["far"]
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -43,6 +43,7 @@ TEMPERATURES = (
     "loglength",
     "softmaxplus:base=16",
     "logn:train_length=16",
+    "power:train_length=16",
     "yarntemperature:train_length=16",
     "yarntemperature:factor=16",
     "infoscale:train_length=16",
@@ -51,6 +52,17 @@ TEMPERATURES = (
     "llama4:floor=16",
     "ssmax:heads={heads},bias=True",
     "fitted:lengths=(16,64),table=(1.0,1.5),count=position",
+)
+# for the methods with near and far keys; {table} has a number for each head
+FAR_POSITIONS = tuple(text for text in POSITIONS if "window=" in text)
+SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
+FAR_LAWS = (
+    *SHARES,
+    "logn:train_length=16,keys=far",
+    "infoscale:train_length=16,keys=near",
+    "power:train_length=16,gamma={table},keys=far+share:beta={table}",
+    "logn:train_length=8,keys=near+power:train_length=12,gamma=-0.4,keys=far,count=position",
+    "ssmax:heads={heads},bias=True,keys=far+infoscale:train_length=16,keys=near+share:beta=-0.5",
 )
 MASKS = (
     "",
@@ -127,15 +139,16 @@ def meaningless(position: str, temperature: str, mask: str, score: str, causal: 
 
 
 def build(position: str, temperature: str, mask: str, score: str, setting: Setting) -> ise.Recipe:
+    """Build a recipe; `temperature` may hold a share law too."""
     text = "+".join(part for part in (position, temperature, score, mask) if part) or "plain"
-    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads))
-    for part in (recipe.position, recipe.temperature):
-        if isinstance(part, torch.nn.Module):
-            part.eval()
-            with torch.no_grad():  # not at their starting point, where they might coincide with something simpler
-                for i, weight in enumerate(part.parameters()):
-                    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-                    weight.add_(0.05 * noise.to(weight))
+    table = tuple(0.25 * (head + 1) * (-1) ** (head // 2) for head in range(setting.heads))
+    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table))
+    for part in recipe.learned:
+        part.eval()
+        with torch.no_grad():  # not at their starting point, where they might coincide with something simpler
+            for i, weight in enumerate(part.parameters()):
+                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                weight.add_(0.05 * noise.to(weight))
     return recipe
 
 

@@ -31,6 +31,9 @@ def eager(recipe, setting, causal, dtype, device):
         if (bias := branch.bias()) is not None:
             s = s + bias.to(dtype)
             terms = terms + bias.float().abs()
+        if branch.offset is not None:
+            s = s + branch.offset[..., None].to(dtype)
+            terms = terms + branch.offset[..., None].float().abs()
         size = torch.where(branch.mask(), terms, torch.zeros_like(terms) if size is None else size)
         scores = torch.where(branch.mask(), s, torch.full_like(s, -torch.inf) if scores is None else scores)
     seen = (scores > -torch.inf).any(-1, keepdim=True)

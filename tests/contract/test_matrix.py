@@ -11,12 +11,15 @@ from isentrope.recipe import KINDS
 from tests.contract.matrix import (
     CAUSAL,
     CPU_BACKENDS,
+    FAR_LAWS,
+    FAR_POSITIONS,
     MASKS,
     NAMES,
     NOT_ON_CPU,
     POSITIONS,
     SCORES,
     SETTINGS,
+    SHARES,
     TEMPERATURES,
     TOLERANCE,
     build,
@@ -25,6 +28,8 @@ from tests.contract.matrix import (
     run,
 )
 
+ONE_LAW = "infoscale:train_length=16"
+PAIR_AND_SHARE = "infoscale:train_length=16,keys=near+logn:train_length=16,keys=far+share:beta={table},reference=5"
 TURNS = (*CPU_BACKENDS, "sdpa", "chunked")  # twice as often: those that large calls run on
 
 
@@ -38,7 +43,7 @@ def test_every_backend_is_compared(backend):
         pytest.fail(f"compare {backend!r} elsewhere, and list it in NOT_ON_CPU of tests/contract/matrix.py: {error}")
 
 
-@pytest.mark.parametrize(("kind", "texts"), [("position", POSITIONS), ("temperature", TEMPERATURES)])
+@pytest.mark.parametrize(("kind", "texts"), [("position", POSITIONS), ("temperature", TEMPERATURES), ("share", SHARES)])
 def test_every_method_is_in_the_matrix(kind, texts):
     missing = {part.name() for part in KINDS[kind]} - {text.partition(":")[0] for text in texts}
     assert not missing, f"add {missing} to {kind.upper()}S of tests/contract/matrix.py"
@@ -70,30 +75,48 @@ def test_backends_agree_with_reference(position, temperature, whole, monkeypatch
                 recipe = build(position, temperature, mask, score, setting)
                 reference = run(recipe, setting, causal, "reference")
                 for backend in CPU_BACKENDS if whole else (TURNS[turn % len(TURNS)],):
-                    errors = map(difference, run(recipe, setting, causal, backend), reference)
-                    worst = {name: e for name, e in zip(NAMES, errors, strict=True) if not e < TOLERANCE}
-                    assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
+                    check(recipe, setting, causal, backend, reference)
                 if turn % 13 == 0:  # dense and slow there: a thirteenth of the matrix, every part among it
-                    ours = run(recipe, setting, causal, "flex", gradients=False)
-                    worst = {
-                        n: e for n, e in zip(NAMES, map(difference, ours, reference), strict=False) if not e < TOLERANCE
-                    }
-                    assert not worst, f"{recipe} causal={causal} {setting} on flex: {worst}"
+                    check(recipe, setting, causal, "flex", reference)
+
+
+def check(recipe, setting, causal, backend, reference):
+    ours = run(recipe, setting, causal, backend, gradients=backend != "flex")
+    errors = zip(NAMES, map(difference, ours, reference), strict=backend != "flex")
+    worst = {name: error for name, error in errors if not error < TOLERANCE}
+    assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
+
+
+@pytest.mark.parametrize("law", FAR_LAWS)
+@pytest.mark.parametrize("position", FAR_POSITIONS)
+def test_backends_agree_with_reference_on_near_and_far_keys(position, law, monkeypatch):
+    """Masks × causal, with scores, settings and backends by turns."""
+    monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})
+    monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
+    turn = FAR_POSITIONS.index(position) * 5 + FAR_LAWS.index(law) * 3
+    for mask in MASKS:
+        for causal in CAUSAL:
+            if meaningless(position, law, mask, "", causal):
+                continue
+            turn += 1
+            setting = SETTINGS[turn % len(SETTINGS)]
+            recipe = build(position, law, mask, SCORES[turn // len(SETTINGS) % len(SCORES)], setting)
+            reference = run(recipe, setting, causal, "reference")
+            check(recipe, setting, causal, TURNS[turn % len(TURNS)], reference)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("position", ["rope", "rerope:window=8", "alibi"])
-def test_every_setting(position, setting):
+@pytest.mark.parametrize(
+    ("position", "law"), [("rope", ONE_LAW), ("rerope:window=8", PAIR_AND_SHARE), ("alibi", ONE_LAW)]
+)
+def test_every_setting(position, law, setting):
     """Each setting with a one-branch, a several-branch and a biased method, on all backends."""
     for mask in MASKS:
         for causal in CAUSAL:
             if meaningless(position, "", mask, "", causal):
                 continue
-            recipe = build(position, "infoscale:train_length=16", mask, "", setting)
+            recipe = build(position, law, mask, "", setting)
             reference = run(recipe, setting, causal, "reference")
             flex = ("flex",) if (MASKS.index(mask) + causal) % 2 else ()  # the slowest: every mask once
             for backend in (*CPU_BACKENDS, *flex):
-                gradients = backend != "flex"
-                ours = run(recipe, setting, causal, backend, gradients=gradients)
-                errors = [difference(a, b) for a, b in zip(ours, reference, strict=False)]
-                assert max(errors) < TOLERANCE, f"{recipe} causal={causal} on {backend}: {errors}"
+                check(recipe, setting, causal, backend, reference)

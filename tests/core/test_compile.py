@@ -46,15 +46,15 @@ def test_any_mixture_of_shapes_folds():
         assert torch.equal(run(x, *turn, tau, False, False), rotation._rotate_and_scale(x, *turn, tau, False, False))
 
 
-def test_any_mixture_of_masks_and_biases_is_one_softmax():
+def test_any_mixture_of_masks_biases_and_offsets_is_one_softmax():
     for n, rows, biased, batch in product((7, 12, 33, 50), (0, 1, 2), (False, True), (2, 3)):
         scores = [torch.randn(batch, 4, n, n)]
         masks = [torch.rand(1 if rows == 1 else batch, 1, n, n) > 0.2 if rows else None]
         biases = [torch.randn(1, 4, n, n) if biased else None]
-        run, rest = compile_variant(dense._softmax, (*scores, *masks, *biases), 1), (0.5, torch.float32)
-        for ours, expected in zip(
-            run(scores, masks, biases, *rest), dense._softmax(scores, masks, biases, *rest), strict=True
-        ):
+        offsets = [torch.randn(1, 4 if biased else 1, n) if rows else None]
+        inputs = (scores, masks, biases, offsets, 0.5, torch.float32)
+        run = compile_variant(dense._softmax, (*scores, *masks, *biases, *offsets), 1)
+        for ours, expected in zip(run(*inputs), dense._softmax(*inputs), strict=True):
             assert torch.equal(ours, expected)
 
 
@@ -74,8 +74,8 @@ def test_a_sweep_of_lengths_takes_two_compilations():
         ("rope+infoscale:train_length=8", "sdpa"),
         ("rope+infoscale:train_length=8", "flex"),
         ("rope:layout=interleaved+ssmax:heads=4+cosine:alpha=16", "chunked"),
-        ("rerope:window=4+logn:train_length=8", "sdpa"),
-        ("rerope:window=4+logn:train_length=8", "flex"),
+        ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "sdpa"),
+        ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "flex"),
         ("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa"),
         ("alibi+window:size=9", "chunked"),
         ("alibi+window:size=9", "flex"),

@@ -27,7 +27,7 @@ rows:
 
 
 def test_the_papers_tables_are_there():
-    assert PAPER.keys() <= set(plans.plan_names()) and {"demo", "beyond"} <= set(plans.plan_names())
+    assert PAPER.keys() <= set(plans.plan_names()) and {"demo", "beyond", "share"} <= set(plans.plan_names())
     for name, label in PAPER.items():
         assert plans.load_plan(name).label == label
 
@@ -72,6 +72,16 @@ def test_smaller_tables_are_rows_of_the_main_one():
         assert set(plans.load_plan(name).rows) <= rows
 
 
+def test_every_law_of_near_and_far_keys_is_measured_for_every_method():
+    plan = plans.load_plan("share")
+    laws: dict[str, list[str]] = {}
+    for row in plan.rows:
+        laws.setdefault(row.method, []).append(row.variant)
+    assert laws.pop("Windowed") == ["plain"]
+    assert list(laws) == ["ReRoPE", "Leaky ReRoPE", "SelfExtend"] and len({tuple(each) for each in laws.values()}) == 1
+    assert {row.variant for row in plan.rows if row.fit} == {"fitted"}
+
+
 def test_what_a_checkpoint_starts_from_comes_first():
     assert [c.name for c in plans.parse_plan("x", SMALL).required_checkpoints()] == ["a", "b"]
 
@@ -104,6 +114,7 @@ def test_what_a_command_line_changes():
         (SMALL.replace("[8, 16]", "8"), "lengths: expected a list"),
         (SMALL.replace('"pi:factor=4"', '"pi:factor=4", fit: 3'), "fit: expected true or false"),
         (SMALL.replace('"pi:factor=4"', '"pi:factor=4+logn", fit: true'), "fit: expected a recipe without"),
+        (SMALL.replace('"pi:factor=4"', '"rerope:window=8+share", fit: true'), "fit: expected a recipe without"),
         (SMALL.replace("[8, 16]", "[a]"), "lengths: expected a list"),
         (SMALL + "seeds: 0", "seeds: expected a list"),
         (SMALL.replace("checkpoint: b, ", ""), "missing checkpoint"),

@@ -15,18 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isentrope.calibration.masked_lm import set_temperature
+from isentrope.calibration import masked_lm
 from isentrope.data.prepared import PreparedCorpus
-from isentrope.evaluation.masked_lm import MaskingProtocol, score_documents
 from isentrope.experiments import checkpoints
 from isentrope.experiments import masked_runner as study
 from isentrope.experiments import plan as plans
 from isentrope.experiments.checkpoints import prepare_checkpoints
 from isentrope.experiments.masked_plan import override_plan, plan_masked_evaluation
 from isentrope.experiments.runner import plan_status, run_plan
-from isentrope.models import GAUAlphaForMaskedLM
 from isentrope.recipe import Recipe
-from isentrope.temperatures import Fitted
 from isentrope.utils.files import lock_file, write_atomically
 from tests.fixtures.corpus import make_corpus
 from tests.fixtures.plans import PLAN
@@ -284,26 +281,18 @@ def test_the_plans_training_length_is_what_recipes_leave_open(done, corpus, tmp_
     assert taken[0]["temperature"]["train_length"] == 8
 
 
-def test_a_temperature_fitted_to_validation_documents(done, corpus, tmp_path):
-    """The best of a grid is no better; inside the training length nothing is fitted; the table is told."""
-    mine = next(done.glob("checkpoints/cosine-*")) / "best"
-    plan = plan_masked_evaluation(str(mine), ["cosine:alpha=16"], "16,64", 4, "single")
+def test_what_is_fitted_is_in_the_results(done, corpus, tmp_path, monkeypatch):
+    """A temperature, and where there are far keys their temperature and share law; inside the training length none."""
+    monkeypatch.setattr(masked_lm, "PROTOCOL", replace(masked_lm.PROTOCOL, positions=None))
+    mine = next(done.glob("checkpoints/dot-*")) / "best"
+    plan = plan_masked_evaluation(str(mine), ["rope", "rerope:window=8"], "16,64", 4, "single")
     plan = replace(plan, rows=tuple(replace(row, fit=True) for row in plan.rows))
-    assert run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 2
-    inside, beyond = rows(tmp_path, plan.name)
-    assert inside["recipe"] == "cosine:alpha=16" and beyond["fit"]
-    tau = Recipe.parse(beyond["recipe"]).temperature
-    assert tau.lengths == (16, 64) and tau.table[0] == 1.0
-    prepared = PreparedCorpus.open(corpus)
-    others, hashes = prepared.documents("validation"), prepared.hashes("validation")
-    model = GAUAlphaForMaskedLM.from_pretrained(mine).eval()
-
-    def loss(value):
-        set_temperature(model, Fitted((16, 64), (1.0, value), count="sequence"))
-        scores = score_documents(model, others, hashes[:8], 64, 4, MaskingProtocol("random", positions=None, seed=1))
-        return sum(score.loss for score in scores)
-
-    assert loss(tau.table[1]) <= min(loss(value) for value in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)) + 1e-3
+    assert run_plan(plan, tmp_path, corpus, lambda words: None)["done"] == 4
+    inside, beyond, far_inside, far_beyond = rows(tmp_path, plan.name)
+    assert (inside["recipe"], far_inside["recipe"]) == ("rope", "rerope:window=8") and beyond["fit"]
+    assert Recipe.parse(beyond["recipe"]).temperature.lengths == (16, 64)
+    recipe = Recipe.parse(far_beyond["recipe"])
+    assert recipe.temperature.train_length == 16 and recipe.temperature.keys == "far" and recipe.share.reference == 8
 
 
 def test_without_a_corpus(plan, tmp_path):

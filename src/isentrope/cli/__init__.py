@@ -1,8 +1,21 @@
 """The `isentrope` command: one module per subcommand."""
 
-from isentrope.cli import calibrate, data, evaluate, inspect, laws, perplexity, report, retrieval, study, train
+from isentrope.cli import (
+    calibrate,
+    data,
+    evaluate,
+    far_laws,
+    inspect,
+    laws,
+    perplexity,
+    report,
+    retrieval,
+    study,
+    train,
+)
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "data", "evaluate", "inspect", "laws", "perplexity", "report", "retrieval", "study", "train",
+    "app", "calibrate", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report", "retrieval", "study",
+    "train",
 ]  # fmt: skip

@@ -44,7 +44,16 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A row of the results table. `fit`: fit a temperature to validation documents at each length."""
+    """A row of the results table.
+
+    Args:
+        method: Its position method or mask, by which rows are grouped.
+        variant: What is added to the method.
+        checkpoint: Name of the model.
+        recipe: As text.
+        fit: Fit a law to validation documents at each length: a temperature, where there are far keys theirs and a
+            share law.
+    """
 
     method: str
     variant: str
@@ -103,8 +112,9 @@ class MaskedPlan:
                 hint = suggest(row.checkpoint, self.checkpoints)
                 raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{hint}")
             try:  # before anything is trained
-                if build_gau_recipe(row.recipe, self.train_length, 128).temperature is not None and row.fit:
-                    raise ValueError(f"fit: expected a recipe without a temperature, got {row.recipe}")
+                recipe = build_gau_recipe(row.recipe, self.train_length, 128)
+                if row.fit and (recipe.temperatures or recipe.share is not None):
+                    raise ValueError(f"fit: expected a recipe without a temperature and a share law, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
 

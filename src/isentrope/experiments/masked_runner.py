@@ -20,7 +20,7 @@ import torch
 from accelerate import PartialState
 
 from isentrope.analysis.observe import layer_entropies
-from isentrope.calibration.masked_lm import fit_masked_temperature
+from isentrope.calibration.masked_lm import fit_masked_law
 from isentrope.data.prepare import PrepareOptions, prepare
 from isentrope.data.prepared import PreparedCorpus
 from isentrope.data.source import Source
@@ -43,6 +43,7 @@ from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
 CELL_FORMAT = 1  # raised when a change of the code changes the numbers of cells
+FIT_FORMAT = 2  # the same for what is fitted
 ENTROPY_DOCUMENTS = 2  # whose attention entropy is measured
 
 
@@ -125,7 +126,8 @@ def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtyp
             for seed in plan.seeds_of(row.checkpoint):
                 model = trained[row.checkpoint, seed]
                 content = [CELL_FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, partition]
-                content += [str(dtype), ENTROPY_DOCUMENTS if plan.entropy else 0, *(["fit"] if row.fit else [])]
+                content += [str(dtype), ENTROPY_DOCUMENTS if plan.entropy else 0]
+                content += [f"fit {FIT_FORMAT}"] if row.fit else []
                 key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
                 yield MaskedCell(row, length, replace(model, seed=seed), key)
 
@@ -189,10 +191,8 @@ class _CellEvaluator:
         numbers: dict[str, Any] = {}
         if cell.row.fit:
             self.loaded = (None, None)  # fitting changes the model, so no other cell may use it
-            fitted = fit_masked_temperature(
-                model, *self.validation, cell.length, self.plan.train_length, self.mask_token
-            )
-            numbers["recipe"] = f"{cell.row.recipe}+{fitted}" if fitted else cell.row.recipe
+            law = fit_masked_law(model, *self.validation, cell.length, self.plan.train_length, self.mask_token)
+            numbers["recipe"] = "+".join([cell.row.recipe, *map(str, law)])
         start = time.perf_counter()
         scores = score_documents(model, self.documents, self.hashes, cell.length, self.mask_token, self.plan.protocol)
         seconds = time.perf_counter() - start

@@ -152,7 +152,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
     layout, positions = Layout(1, 1, n, torch.device("cpu")), torch.zeros(1, 1)
     branches = layer.recipe.position.branches(positions, positions, info.heads)
     spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
-    counted = Region(spans) if share.count == "far" else region
+    counted = Region(spans) if getattr(share, "count", "far") == "far" else region
     count = layout.count_keys("visible", layout.simplify(counted))[:, None].clamp_min(1)
     with torch.no_grad():
         return tuple(share.bias(count).flatten().tolist())

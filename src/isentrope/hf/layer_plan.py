@@ -74,7 +74,8 @@ def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
     for layer in layers:
         layer_recipe = recipe.for_layer(layer.index)
         laws = [(law, law.scale(far, layer.head_dim)) for law in layer_recipe.temperatures]
-        laws += [] if recipe.share is None else [(layer_recipe.share, layer_recipe.share.bias(far))]
+        if (share := layer_recipe.share) is not None:
+            laws.append((share, share.bias(far)))
         for law, values in laws:
             if values.shape[-2] not in (1, layer.heads):
                 raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {values.shape[-2]}")

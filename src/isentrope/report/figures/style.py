@@ -37,6 +37,12 @@ LAW_STYLES: dict[str, tuple[str, str]] = {
     "infoscale_matched": ("#AA4499", "p"),
     "exact_matched": ("#882255", "o"),
     "invariant": ("#000000", "o"),
+    "share_050": ("#88CCEE", "v"),
+    "share_075": ("#44AA99", "^"),
+    "share_100": ("#117733", "P"),
+    "prior": ("#000000", "o"),
+    "logn_far": ("#DDAA33", "p"),
+    "both": ("#AA4499", "*"),
 }
 GREY, INK = "#888888", "#444444"
 DASHES, DOTS = (0, (5, 3)), (0, (1, 1.5))

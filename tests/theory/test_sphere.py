@@ -134,7 +134,7 @@ def test_equation_18_at_the_smallest_dimensions():
 
 
 @given(st.floats(math.log(1e-8), math.log(math.log(1e7))).map(math.exp), dimensions)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_concentration_inverts_kl(kl, d):
     assert theory.kl_from_uniform(theory.concentration(kl, d), d) == pytest.approx(kl, rel=1e-11)
 
@@ -146,7 +146,7 @@ def test_concentration_inverts_kl_over_a_grid():
 
 
 @given(st.floats(1, 1e6), st.floats(1, 1e3), st.floats(0.1, 200), st.integers(2, 256))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_invariant_scale_keeps_the_entropy(train_length, longer, alpha, d):
     n = train_length * longer
     tau = theory.invariant_scale(n, train_length, alpha, d)

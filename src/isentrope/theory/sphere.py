@@ -16,15 +16,14 @@ CosScale" and their appendices. Every function broadcasts; scalars in, scalar ou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import elementwise
 from scipy.special import betaln, gammaln, ive
 
+from isentrope.theory.common import Floats, Step, check_length, check_range
+
 __all__ = [
-    "Step",
     "concentration",
     "concentration_eq10",
     "concentration_eq12",
@@ -39,8 +38,6 @@ __all__ = [
     "mean_cosine",
     "peak_cosine",
 ]
-
-Floats = NDArray[np.float64]
 
 # Above it I_{d/2-1}(alpha) underflows in float64 where `_moments` switches from the series to it.
 MAX_DIMENSION = 1024
@@ -73,7 +70,7 @@ def entropy(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     The law of large numbers (Assumption 1) needs KL well below ln n. Beyond that a few keys have all the
     weight: the entropy of a sample approaches 0 from above, while this value becomes negative.
     """
-    return np.log(_check_length("n", n)) - kl_from_uniform(alpha, d)
+    return np.log(check_length("n", n)) - kl_from_uniform(alpha, d)
 
 
 def entropy_laplace(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -89,14 +86,14 @@ def entropy_eq10(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     t = _t(alpha, d)
     # (√(4t+1) - 1)/2t = 1/(1 + 2t/(1 + √(4t+1))), which has no cancellation and includes t = 0.
     log_ratio: Floats = -np.log1p(2 * t / (1 + np.sqrt(4 * t + 1)))
-    return np.log(_check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
+    return np.log(check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
 
 
 def entropy_eq12(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
     """H ≈ ln n + (d/2) ln(1 - t), t = (alpha/d)²; nan where t >= 1. Source: Eq. 12, after the Taylor step."""
     t = _t(alpha, d)
     log_ratio: Floats = np.log1p(np.where(t < 1, -t, np.nan))
-    return np.log(_check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
+    return np.log(check_length("n", n)) + _check_dimension(d) / 2 * log_ratio
 
 
 def peak_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -113,7 +110,7 @@ def peak_cosine(alpha: ArrayLike, d: ArrayLike) -> Floats:
 
 def concentration(kl: ArrayLike, d: ArrayLike) -> Floats:
     """The alpha with KL(alpha, d) = kl: Eq. 9 solved for alpha. kl = ln n - ε leaves entropy ε at n keys."""
-    target, dim = np.broadcast_arrays(_check_range("kl", kl), _check_dimension(d))
+    target, dim = np.broadcast_arrays(check_range("kl", kl), _check_dimension(d))
     positive = np.where(target > 0, target, 1.0)
     # Lower bound: KL <= alpha²/2d, with slack since it is nearly an equality for alpha << d. Upper bound: Eq. 10
     # with KL's true growth ½(d-1) ln alpha in place of its own ½d ln alpha.
@@ -134,7 +131,7 @@ def concentration(kl: ArrayLike, d: ArrayLike) -> Floats:
 
 def concentration_eq10(kl: ArrayLike, d: ArrayLike) -> Floats:
     """alpha = d √(1 - y)/y, y = e^{-2 kl/d}: Eq. 10 solved for alpha, without the Taylor step."""
-    return concentration_eq12(kl, d) * np.exp(2 * _check_range("kl", kl) / _check_dimension(d))
+    return concentration_eq12(kl, d) * np.exp(2 * check_range("kl", kl) / _check_dimension(d))
 
 
 def concentration_eq12(kl: ArrayLike, d: ArrayLike) -> Floats:
@@ -143,7 +140,7 @@ def concentration_eq12(kl: ArrayLike, d: ArrayLike) -> Floats:
     InfoScale(n, n_tr) = concentration_eq12(ln n - ε, d) / concentration_eq12(ln n_tr - ε, d).
     """
     dim = _check_dimension(d)
-    return dim * np.sqrt(-np.expm1(-2 * _check_range("kl", kl) / dim))
+    return dim * np.sqrt(-np.expm1(-2 * check_range("kl", kl) / dim))
 
 
 def invariant_scale(n: ArrayLike, train_length: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> Floats:
@@ -154,23 +151,10 @@ def invariant_scale(n: ArrayLike, train_length: ArrayLike, alpha: ArrayLike, d: 
     a = _check_alpha(alpha)
     if np.any(a == 0):
         raise ValueError("alpha: expected > 0 (uniform attention stays uniform at any scale), got 0")
-    kl = kl_from_uniform(a, d) + np.log(_check_length("n", n) / _check_length("train_length", train_length))
+    kl = kl_from_uniform(a, d) + np.log(check_length("n", n) / check_length("train_length", train_length))
     if np.any(kl < 0):
         raise ValueError(f"n: expected ln n >= the entropy at train_length = {train_length!r}, got {n!r}")
     return concentration(kl, d) / a
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the derivation: the exact value before the sign ≅ and the paper's approximation after it."""
-
-    name: str
-    exact: Floats
-    approximate: Floats
-
-    @property
-    def error(self) -> Floats:
-        return self.approximate - self.exact
 
 
 def derivation(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> tuple[Step, ...]:
@@ -222,7 +206,7 @@ def _entropy_by_quadrature(n: ArrayLike, alpha: Floats, d: ArrayLike) -> Floats:
 
     log_integral, mean = log_integral_and_mean(alpha, _check_dimension(d))
     log_sine, _ = log_integral_and_mean(np.zeros_like(alpha), _check_dimension(d))
-    return np.log(_check_length("n", n)) + log_integral - log_sine - alpha * mean
+    return np.log(check_length("n", n)) + log_integral - log_sine - alpha * mean
 
 
 def _moments(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
@@ -275,24 +259,11 @@ def _t(alpha: ArrayLike, d: ArrayLike) -> Floats:
     return (_check_alpha(alpha) / _check_dimension(d)) ** 2
 
 
-def _check_length(name: str, value: ArrayLike) -> Floats:
-    return _check_range(name, value, minimum=1)
-
-
 def _check_alpha(value: ArrayLike) -> Floats:
-    return _check_range("alpha", value)
+    return check_range("alpha", value)
 
 
 def _check_dimension(value: ArrayLike, minimum: int = 2) -> Floats:
     if not np.issubdtype(np.asarray(value).dtype, np.integer):
         raise ValueError(f"d: expected an integer >= {minimum}, got {value!r}")
-    return _check_range("d", value, minimum, MAX_DIMENSION)
-
-
-def _check_range(name: str, value: ArrayLike, minimum: float = 0, maximum: float = np.inf) -> Floats:
-    array = np.asarray(value, dtype=np.float64)
-    wrong = array[~(np.isfinite(array) & (array >= minimum) & (array <= maximum))]
-    if wrong.size:
-        limit = "" if maximum == np.inf else f" and <= {maximum:g}"
-        raise ValueError(f"{name}: expected finite and >= {minimum:g}{limit}, got {wrong[0]:g}")
-    return array
+    return check_range("d", value, minimum, MAX_DIMENSION)
