@@ -335,9 +335,9 @@ class _Calibration:
             }
             if self.passkeys:
                 scores = [self.measure(recipe, text)["passkey"] for text in self.held_out]
-                found = sum(score["likeliest"] == score["answer"] for score in scores)
+                hits = sum(score["likeliest"] == score["answer"] for score in scores)
                 loss = float(self.measure_answers(recipe, self.held_out).mean())
-                row["retrieval"] = {"loss": loss, "found": found, "count": len(scores)}
+                row["retrieval"] = {"loss": loss, "hits": hits, "count": len(scores)}
             rows.append(row)
         return rows
 

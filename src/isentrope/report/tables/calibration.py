@@ -104,7 +104,7 @@ def _describe_passkeys(data: dict[str, Any]) -> str:
 
 def _format_passkeys(row: dict[str, Any]) -> str:
     score = row["retrieval"]
-    return f"{score['found']} of {score['count']}, {score['loss']:.3f}"
+    return f"{score['hits']} of {score['count']}, {score['loss']:.3f}"
 
 
 def _format_change(change: dict[str, Any]) -> str:
