@@ -48,7 +48,7 @@ NAMES: dict[str, dict[str, str]] = {
     "study.causal.calibrate": {
         "Config": "calibration.config:CalibrationConfig",
         "Result": "CalibrationResult",
-        "calibrate": "fit_temperature",
+        "calibrate": "fit_laws",
     },
     "study.causal.perplexity": {
         "Config": "PerplexityConfig",

@@ -1,8 +1,8 @@
-"""Fit a temperature law to a user's own text, as detailed as held-out documents support.
+"""Fit a law to a user's own text, as detailed as held-out documents support.
 
 Text needs no labels: the loss is that of the next token, beyond the training length, with the model frozen. One half of
-the documents is fitted to; on the other the fitted laws are compared with none, InfoScale and LogN, text by text, and
-the simplest that is not clearly worse than the best is chosen. None is worse than InfoScale there.
+the documents is fitted to; on the other the fitted laws are compared with those in closed form, text by text, and the
+simplest that is not clearly worse than the best is chosen. None is worse than InfoScale there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -23,24 +23,25 @@ from transformers import PreTrainedModel
 
 from isentrope.analysis.observe import entropy_rows
 from isentrope.calibration.config import CalibrationConfig
+from isentrope.calibration.laws import Laws, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
-from isentrope.calibration.select import LAWS, LEVELS, select_law, split_texts
-from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
+from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, select_law, split_texts
+from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, load_tokenizer
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
-from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe, under_recipe
+from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
+from isentrope.evaluation.retrieval import Prompt, PromptFormat, score_answer
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
 from isentrope.hf.introspection import introspect
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
-from isentrope.temperatures import Fitted, InfoScale, LogN
 from isentrope.utils.files import write_atomically
 from isentrope.utils.provenance import collect_provenance
 
-TAU_DIGITS = 4  # of a fitted τ
-CURVE_POINTS = 33  # of a law in closed form
+SELECTING_LAWS = ("none", "infoscale", "closed", "given")  # one of several recipes is as good as its best of these
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class CalibrationResult:
     """The law that was selected.
 
     Args:
-        recipe: with the temperature selected.
+        recipe: with the law selected.
         chosen: its name, of LAWS or LEVELS.
         reason: why, in a sentence.
         data: the content of `calibrate.json`.
@@ -63,7 +64,7 @@ class CalibrationResult:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The laws compared: τ, and perplexity on held-out text by bucket and beyond the training length."""
+        """The laws compared, with their perplexity on held-out text by bucket and beyond the training length."""
         return list(self.data["candidates"])
 
 
@@ -77,17 +78,21 @@ def calibrate(
     out: str | Path | None = None,
     **settings: Any,
 ) -> CalibrationResult:
-    """Fit a temperature law to your own texts with the model frozen; half of them are held out to select it.
+    """Fit a law to your own texts with the model frozen; half of them are held out to select it.
+
+    Where the position method has far keys, β and γ of far keys are fitted, and γ of near ones; elsewhere a temperature.
 
     Args:
         model: a loaded causal transformers model, or a folder or a name on the hub.
-        texts: files, folders, globs, strings of text, or lists of token ids; two documents or more.
+        texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
+            interval.
         length: tokens read of each document; the law is fitted up to there.
-        recipe: what gets the temperature; it may contain {window} and {factor}.
+        recipe: what gets the law; it may contain {window} and {factor}, and a share law to start from.
         documents: at most this many, the first that are long enough.
         out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; by default nothing is
             left on disk.
-        **settings: `windows`, `factors`, `levels`, `budget`, `train_length` and `seed` of `CalibrationConfig`.
+        **settings: `windows`, `factors`, `levels`, `budget`, `train_length`, `seed` and `with_retrieval` of
+            `CalibrationConfig`.
 
     Returns:
         The recipe with the law selected, and all laws compared.
@@ -99,19 +104,22 @@ def calibrate(
     name = get_model_name(model)
     tokenized = collect_texts(texts, name, length, documents)
     split_texts(tokenized, length, config.seed)  # fail before a model is loaded
+    prompts = PromptFormat.from_tokenizer(load_tokenizer(name)) if config.with_retrieval else None
     with keep_mode(loaded := as_model(model)):
-        return fit_temperature(loaded, tokenized, config, None if out is None else Path(out), Path(name).name)
+        folder = None if out is None else Path(out)
+        return fit_laws(loaded, tokenized, config, folder, Path(name).name, prompts=prompts)
 
 
-def fit_temperature(
+def fit_laws(
     model: PreTrainedModel,
     texts: Sequence[Text],
     config: CalibrationConfig,
     out: Path | None = None,
     name: str = "",
     notify: Callable[[str], None] = lambda line: None,
+    prompts: PromptFormat | None = None,
 ) -> CalibrationResult:
-    """Fit temperatures to one half of the texts and select one by the other.
+    """Fit laws to one half of the texts and select one by the other.
 
     Args:
         model: a causal model that is not extended.
@@ -120,11 +128,14 @@ def fit_temperature(
         out: a folder for `calibrate.json` and `recipe.txt`, from which an interrupted run resumes.
         name: what the results call the model.
         notify: called with each message.
+        prompts: how passkeys are put to the model, where `config.with_retrieval`.
     """
     if (own := get_recipe(model)) != Recipe():
         raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
+    if config.with_retrieval and prompts is None:
+        raise ValueError("prompts: expected a PromptFormat where with_retrieval, got None")
     model.eval()
-    return _Calibration(model, texts, config, out, name, notify).run()
+    return _Calibration(model, texts, config, out, name, notify).run(prompts if config.with_retrieval else None)
 
 
 class _Calibration:
@@ -146,125 +157,124 @@ class _Calibration:
         self.fitting, self.held_out = split_texts(texts, config.length, config.seed)
         self.knots = choose_knots(trained, config.length)
         self.layers = introspect(model)
+        self.passkeys: dict[str, Prompt] = {}
         self.start_time = time.monotonic()
         self.provenance = collect_provenance() | {"transformers": transformers.__version__}
         self.data = self._open_store(name)
         self.seconds_before = self.data["seconds"]
 
-    def run(self) -> CalibrationResult:
+    def run(self, prompts: PromptFormat | None = None) -> CalibrationResult:
         check_logits(self.model, torch.tensor(self.held_out[0].tokens[:32]))
         self.notify(f"{len(self.fitting)} documents to fit to, {len(self.held_out)} held out")
-        base, laws = self.select_base()
-        for law in laws.values():
-            self.measure_losses(law, self.held_out)
-        laws |= self.fit_levels(base, laws)
-        losses = {name: self.measure_losses(law, self.held_out) for name, law in laws.items()}
-        chosen, reason = select_law({name: values[:, -1] for name, values in losses.items()}, self.config.seed)
+        if prompts is not None:
+            texts = [*self.fitting, *self.held_out]
+            self.passkeys = hide_passkeys(texts, prompts, self.config.length, self.config.seed)
+        laws = self.select_laws()
+        recipes = laws.build_closed()
+        for recipe in recipes.values():
+            self.measure_objective(recipe, self.held_out)
+        recipes |= self.fit_levels(laws)
+        objectives = {name: self.measure_objective(recipe, self.held_out) for name, recipe in recipes.items()}
+        chosen, reason = select_law(objectives, self.config.seed)
         self.data |= {
-            "recipe": str(base),
-            "candidates": [self.build_row(name, law, losses) for name, law in laws.items()],
+            "recipe": str(laws.base),
+            "retrieval_weight": RETRIEVAL_WEIGHT if self.passkeys else None,
+            "candidates": self.build_rows(laws, recipes),
             "chosen": chosen,
             "reason": reason,
-            "entropy": self.measure_entropy(base, laws[chosen]),
+            "entropy": self.measure_entropy(laws.base, recipes[chosen]),
         }
         self.save()
         if self.out is not None:
             with write_atomically(self.out / "recipe.txt") as partial:
-                partial.write_text(f"{laws[chosen]}\n", encoding="utf-8")
-        return CalibrationResult(laws[chosen], chosen, reason, self.data, self.store.path)
+                partial.write_text(f"{recipes[chosen]}\n", encoding="utf-8")
+        return CalibrationResult(recipes[chosen], chosen, reason, self.data, self.store.path)
 
-    def select_base(self) -> tuple[Recipe, dict[str, Recipe]]:
-        """Select the recipe that is best on the texts to fit to, bare or with InfoScale; return it and its laws."""
-        tried = {}
+    def select_laws(self) -> Laws:
+        """Return the laws of the recipe that is best on the texts to fit to, under a closed law."""
+        tried, layers = {}, 1 + max(layer.index for layer in self.layers)
         for text in self.config.recipes:
-            laws = self.build_closed_laws(text)
-            tried[text] = min(float(self.measure_losses(laws[name], self.fitting)[:, -1].mean()) for name in LAWS[:2])
-        best = min(tried, key=lambda text: tried[text])
+            laws = make_laws(text, self.knots, layers, self.layers[0].head_dim)
+            closed = [recipe for name, recipe in laws.build_closed().items() if name in SELECTING_LAWS]
+            tried[text] = laws, min(float(self.measure_objective(recipe, self.fitting).mean()) for recipe in closed)
+        best = min(tried, key=lambda text: tried[text][1])
         if len(tried) > 1:
             self.notify(f"{best} is the best of {len(tried)} recipes")
-        self.data["tried"] = [{"recipe": text, "loss": loss} for text, loss in tried.items()]
-        laws = self.build_closed_laws(best)
-        return laws["none"], laws
+        self.data["tried"] = [{"recipe": text, "loss": loss} for text, (_, loss) in tried.items()]
+        return tried[best][0]
 
-    def build_closed_laws(self, text: str) -> dict[str, Recipe]:
-        """Build a recipe without a temperature, with InfoScale and with LogN."""
-        base = parse_recipe(text, train_length=self.trained)
-        if base.position is not None:
-            base = replace(base, position=base.position.resolve(self.trained))
-        known = (None, InfoScale(self.trained), LogN(self.trained))
-        return {name: replace(base, temperature=law) for name, law in zip(LAWS, known, strict=True)}
-
-    def fit_levels(self, base: Recipe, laws: dict[str, Recipe]) -> dict[str, Recipe]:
+    def fit_levels(self, laws: Laws) -> dict[str, Recipe]:
         """Fit each level that there is time for, starting from the one before; return the recipe under each."""
-        start = self.choose_start(laws)
-        levels = [level for level in LEVELS if level in self.config.levels and self.table_shape(level) is not None]
-        fitted = {}
+        closed = laws.build_closed().items()
+        start = laws.choose_start({name: self.measure_objective(law, self.fitting).mean() for name, law in closed})
+        levels = [level for level in LEVELS if level in self.config.levels and self.has_level(level, laws)]
+        fitted: dict[str, Recipe] = {}
         for index, level in enumerate(levels):
-            start = np.broadcast_to(start, (*(self.table_shape(level) or ()), start.shape[-1])).copy()
-            fit = self.fit_level(level, base, start, self.deadline(len(levels) - index))
-            if fit["table"] is None:
+            if level == "near":
+                means = {name: self.measure_objective(fitted[name], self.held_out).mean() for name in fitted}
+                if means:
+                    best = min(means, key=lambda name: means[name])
+                    start = np.array(self.data["fits"][best]["values"])
+                start = laws.add_near(start)
+            else:
+                start = np.broadcast_to(start, (*self.table_shape(level), start.shape[-1])).copy()
+            fit = self.fit_level(level, laws, start, self.deadline(len(levels) - index))
+            if fit["values"] is None:
                 self.notify(f"{level}: not fitted ({fit['ended']})")
                 break
-            start = np.array(fit["logs"])
-            # constant past the last length: a slope that continued would reach any τ, below 0 too
-            fitted[level] = replace(base, temperature=Fitted((*self.knots, 2 * self.knots[-1]), fit["table"]))
-            self.measure_losses(fitted[level], self.held_out)
+            start = np.array(fit["values"])
+            fitted[level] = laws.build(start)
+            self.measure_objective(fitted[level], self.held_out)
             if fit["ended"] == "out of memory":
                 break
         return fitted
 
-    def choose_start(self, laws: dict[str, Recipe]) -> Array:
-        """Take ln τ at the knots from the closed law that is best on the texts to fit to, (1, 1, knots - 1)."""
-        means = {name: self.measure_losses(law, self.fitting)[:, -1].mean() for name, law in laws.items()}
-        law = laws[min(means, key=lambda name: means[name])].temperature
-        if law is None:
-            return np.zeros((1, 1, len(self.knots) - 1))
-        tau = law.scale(torch.tensor(self.knots[1:], dtype=torch.float64), self.layers[0].head_dim)
-        return tau.log().numpy()[None, None]
-
-    def table_shape(self, level: str) -> tuple[int, int] | None:
-        """Return the layers and heads in the table of a level; None where it would be the level before."""
-        layers = 1 + max(layer.index for layer in self.layers)
+    def has_level(self, level: str, laws: Laws) -> bool:
+        """Return whether a level differs from the one before."""
+        if level == "near":
+            return laws.has_near
         heads = {layer.heads for layer in self.layers}
-        if level == "scalar":
-            return 1, 1
-        if level == "layer":
-            return (layers, 1) if layers > 1 else None
-        return (layers, heads.pop()) if len(heads) == 1 and heads != {1} else None
+        return {
+            "scalar": True,
+            "layer": self.table_shape("layer") != (1, 1),
+            "head": len(heads) == 1 and heads != {1},
+        }[level]
 
-    def fit_level(self, level: str, base: Recipe, start: Array, deadline: float) -> dict[str, Any]:
+    def table_shape(self, level: str) -> tuple[int, int]:
+        """Return the layers and heads in the table of a level."""
+        layers = 1 + max(layer.index for layer in self.layers)
+        return {"scalar": (1, 1), "layer": (layers, 1), "head": (layers, self.layers[0].heads)}[level]
+
+    def fit_level(self, level: str, laws: Laws, start: Array, deadline: float) -> dict[str, Any]:
         """Fit one level, or continue a fit that a budget or the memory ended."""
-        fit = self.data["fits"].setdefault(level, {"ended": "budget", "history": [], "losses": [], "table": None})
+        fits = self.data["fits"]
+        if level not in fits or fits[level]["start"] != start.tolist():  # the level before may have changed since
+            fits[level] = {"ended": "budget", "start": start.tolist(), "history": [], "losses": [], "values": None}
+        fit = fits[level]
         if fit["ended"] not in ("budget", "out of memory"):
-            return fit
+            return dict(fit)
         fit["ended"] = "budget"  # until it has ended otherwise
         history = fit["history"]
-        if history and history[0]["logs"] != start.tolist():
-            history.clear()  # the level before has changed since, and with it the origin of those points
 
         def on_evaluation() -> None:
-            self.notify(f"{level}: evaluation {len(history)}, loss {history[-1]['loss']:.5f}")
+            last = history[-1]
+            passkeys = f", answers {last['retrieval']:.4f}" if self.passkeys else ""
+            self.notify(f"{level}: evaluation {len(history)}, loss {last['loss']:.5f}{passkeys}")
             self.save()
             if self.spent > deadline:
                 raise StopFit("budget")
 
         if self.spent <= deadline:
             texts = [torch.tensor(text.tokens[: self.config.length]) for text in self.fitting]
-            problem = FitProblem(self.model, base, texts, self.knots, start)
-            fit["ended"] = fit_law(problem, history, on_evaluation)
+            passkeys = [self.passkeys[text.sha256] for text in self.fitting] if self.passkeys else []
+            fit["ended"] = fit_law(FitProblem(self.model, laws, texts, start, passkeys), history, on_evaluation)
         if history:
             best = min(history, key=lambda row: row["objective"])
-            tau = np.round(np.exp(best["logs"]), TAU_DIGITS)
-            table = np.concatenate((np.ones_like(tau[..., :1]), tau, tau[..., -1:]), -1)
-            fit |= {
-                "table": (table[0, 0] if level == "scalar" else table).tolist(),
-                "logs": best["logs"],
-                "losses": [row["loss"] for row in history],
-            }
+            fit |= {"values": best["values"], "losses": [row["loss"] for row in history]}
         if fit["ended"] in ("converged", "evaluations"):
             fit["history"] = []  # nothing resumes from there
         self.save()
-        return fit
+        return dict(fit)
 
     @property
     def spent(self) -> float:
@@ -278,42 +288,64 @@ class _Calibration:
         measuring = len(self.held_out) * float(np.mean([row["seconds"] for row in self.data["cells"]]))
         return self.spent + (self.config.budget - self.spent) / left - measuring
 
+    def measure(self, recipe: Recipe, text: Text) -> dict[str, Any]:
+        """Measure a text under a recipe, and the passkey hidden in it, unless that is done already."""
+        key = _key(recipe)
+        known = {(row["key"], row["text"]): row for row in self.data["cells"]}
+        if (row := known.get((key, text.sha256))) is None:
+            row = {"key": key, "text": text.sha256} | measure_text(self.model, recipe, text, (0, *self.knots))
+            if self.passkeys:
+                start = time.perf_counter()
+                with under_recipe(self.model, recipe), torch.no_grad():
+                    row["passkey"] = score_answer(self.model, self.passkeys[text.sha256])
+                row["seconds"] += time.perf_counter() - start
+            self.data["cells"].append(row)
+            self.save()
+        return row
+
     def measure_losses(self, recipe: Recipe, texts: Sequence[Text]) -> Array:
         """Measure the mean loss in every bucket of every text, and last their mean beyond the training length."""
-        key, edges = _key(recipe), (0, *self.knots)
-        known = {(row["key"], row["text"]): row for row in self.data["cells"]}
-        counts = np.array([b - max(a, 1) for a, b in pairwise(edges)])
-        losses = []
-        for text in texts:
-            if (row := known.get((key, text.sha256))) is None:
-                row = {"key": key, "text": text.sha256} | measure_text(self.model, recipe, text, edges)
-                self.data["cells"].append(row)
-                self.save()
-            means = np.array(row["loss"]) / counts
-            losses.append([*means, means[1:].mean()])
-        return np.array(losses)
+        counts = np.array([b - max(a, 1) for a, b in pairwise((0, *self.knots))])
+        means = np.array([self.measure(recipe, text)["loss"] for text in texts]) / counts
+        return np.concatenate((means, means[:, 1:].mean(1, keepdims=True)), 1)
 
-    def build_row(self, name: str, recipe: Recipe, losses: dict[str, Array]) -> dict[str, Any]:
-        """Build a candidate's row: τ, held-out perplexity by bucket and beyond, and its change from others."""
-        mean, low, high = (finite_perplexities(x) for x in mean_interval(losses[name], self.config.seed))
-        against = {}
-        for other in ("none", "infoscale"):
-            change = mean_interval(losses[name] - losses[other], self.config.seed)
-            percent = [percent_change(x) for x in change]
-            against[other] = dict(zip(("percent", "low", "high"), percent, strict=True))
-        law = {"name": name, "key": _key(recipe), "recipe": recipe.to_dict(), "tau": self.sample_curve(recipe)}
-        return law | {"perplexity": mean, "low": low, "high": high, "against": against}
+    def measure_answers(self, recipe: Recipe, texts: Sequence[Text]) -> Array:
+        """Measure -ln p for a token of each text's passkey, (texts,); 0 where none is hidden."""
+        if not self.passkeys:
+            return np.zeros(len(texts))
+        scores = [self.measure(recipe, text)["passkey"] for text in texts]
+        return np.array([-score["logprob"] / score["answer"] for score in scores])
 
-    def sample_curve(self, recipe: Recipe) -> dict[str, Any]:
-        """Sample τ against n: one row for all layers, for each, or for each of their heads."""
-        law, n = recipe.temperature, list(self.knots)
-        if law is None:
-            return {"n": n, "rows": [[1.0] * len(n)]}
-        if isinstance(law, Fitted):
-            return {"n": n, "rows": np.array(law.table).reshape(-1, len(law.lengths))[:, : len(n)].tolist()}
-        n = np.geomspace(n[0], n[-1], CURVE_POINTS).tolist()
-        tau = law.scale(torch.tensor(n, dtype=torch.float64), self.layers[0].head_dim)
-        return {"n": n, "rows": [tau.tolist()]}
+    def measure_objective(self, recipe: Recipe, texts: Sequence[Text]) -> Array:
+        """Measure what decides, (texts,): the loss beyond the training length, and that of answers with a weight."""
+        beyond = self.measure_losses(recipe, texts)[:, -1]
+        return beyond + RETRIEVAL_WEIGHT * self.measure_answers(recipe, texts)
+
+    def build_rows(self, laws: Laws, recipes: dict[str, Recipe]) -> list[dict[str, Any]]:
+        """Build the rows of all candidates: the law, held-out perplexity by bucket and beyond, change from others."""
+        losses = {name: self.measure_losses(recipe, self.held_out) for name, recipe in recipes.items()}
+        rows = []
+        for name, recipe in recipes.items():
+            row = {"name": name, "key": _key(recipe), "recipe": recipe.to_dict(), **laws.sample_curves(recipe)}
+            row |= self._summarize("perplexity", losses[name], finite_perplexities)
+            row["against"] = {
+                other: self._summarize("percent", losses[name] - losses[other], percent_change)
+                for other in ("none", *DEFAULTS)
+                if other in losses
+            }
+            if self.passkeys:
+                scores = [self.measure(recipe, text)["passkey"] for text in self.held_out]
+                hits = sum(score["likeliest"] == score["answer"] for score in scores)
+                loss = float(self.measure_answers(recipe, self.held_out).mean())
+                row["retrieval"] = {"loss": loss, "hits": hits, "count": len(scores)}
+            rows.append(row)
+        return rows
+
+    def _summarize(self, name: str, losses: Array, convert: Callable[[Any], Any]) -> dict[str, Any]:
+        """Average over texts, and add a 95 % interval where there are enough of them."""
+        mean, *ends = mean_interval(losses, self.config.seed)
+        low, high = (convert(end) if carries_interval(len(losses)) else None for end in ends)
+        return {name: convert(mean), "low": low, "high": high}
 
     def measure_entropy(self, base: Recipe, chosen: Recipe) -> dict[str, Any]:
         """Measure entropies on a held-out text: at the training length, and at full length before and after."""

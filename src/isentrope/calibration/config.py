@@ -19,13 +19,15 @@ class CalibrationConfig:
 
     Args:
         length: tokens read of each document.
-        recipe: what gets the temperature; it may contain {window} and {factor}.
+        recipe: what gets the law; it may contain {window} and {factor}. Where its position method has far keys it may
+            name a temperature and a share law to start from.
         windows: values to put there, of which the best is kept.
         factors: the same.
         levels: which laws are fitted, some of LEVELS.
         budget: seconds, of all runs in one folder together; None for no limit.
         train_length: in place of the one in the model's config.
         seed: decides which documents are held out.
+        with_retrieval: whether laws are also fitted to, and judged by, passkeys hidden in the texts.
     """
 
     length: int
@@ -36,15 +38,17 @@ class CalibrationConfig:
     budget: float | None = None
     train_length: int | None = None
     seed: int = 0
+    with_retrieval: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [level for level in self.levels if level not in LEVELS]:
             raise ValueError(f"levels: expected some of {', '.join(LEVELS)}, got {unknown[0]!r}")
         for text in self.recipes:
-            temperature = parse_recipe(text).temperature
-            if temperature is not None:
+            recipe = parse_recipe(text)
+            has_far_keys = recipe.position is not None and recipe.position.near_window is not None
+            if recipe.temperatures and not has_far_keys:
                 raise ValueError(
-                    f"recipe: expected one without a temperature, which is to be fitted, got {temperature}"
+                    f"recipe: expected one without a temperature, which is to be fitted, got {recipe.temperature}"
                 )
 
     @classmethod

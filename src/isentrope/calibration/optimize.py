@@ -1,4 +1,4 @@
-"""Fit temperatures by gradients: the law over n that makes text beyond the training length likeliest, model frozen."""
+"""Fit a law by gradients: the values that make text beyond the training length likeliest, with the model frozen."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from isentrope.calibration.laws import Laws
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.perplexity import differentiable_losses
-from isentrope.hf.learned_temperature import checkpoint_layers, learn_temperatures
-from isentrope.recipe import Recipe
+from isentrope.evaluation.retrieval import Prompt, compute_answer_logits
+from isentrope.hf.learned_laws import checkpoint_layers
 
 MAX_EVALUATIONS = 24  # of one law
 MIN_GAIN_NATS = 2e-5  # a step that gains less is the last
-MIN_STEP = 1e-3  # of ln τ: a shorter step is the last too, since losses in half precision are no smoother
-PRIOR_SPREAD = 0.1  # of ln τ around the law that a fit starts from
-FIRST_STEP = 0.1  # of ln τ
+MIN_STEP = 1e-2  # in steps of a law: a shorter one is the last too, since losses in half precision are no smoother
+PRIOR_SPREAD = 1.0  # around the values that a fit starts from, in steps of a law
 MAX_ACTIVATIONS = 1 << 26  # tokens × width × layers kept for a backward; above, layers are checkpointed
 
 
@@ -37,17 +39,25 @@ class FitProblem:
 
     Args:
         model: frozen.
-        recipe: what gets the temperature.
-        texts: in tokens, each of edges[-1] or more.
-        edges: lengths where ln τ is fitted, after the first, where it is 0.
-        start: ln τ to start from, (layers or 1, heads or 1, edges - 1).
+        laws: what the values are of.
+        texts: in tokens, each of `laws.knots[-1]` or more.
+        start: values to start from, (layers or 1, heads or 1, values).
+        prompts: whose answers are fitted to as well.
     """
 
     model: PreTrainedModel
-    recipe: Recipe
+    laws: Laws
     texts: Sequence[Tensor]
-    edges: tuple[int, ...]
     start: Array
+    prompts: Sequence[Prompt] = ()
+
+
+class Evaluation(NamedTuple):
+    """The mean loss of texts beyond the training length, of answers (0 without any), and the objective's gradient."""
+
+    loss: float
+    retrieval: float
+    gradient: Array
 
 
 def choose_knots(train_length: int, length: int) -> tuple[int, ...]:
@@ -61,63 +71,74 @@ def mean_bucket_loss(losses: Tensor, edges: Sequence[int]) -> Tensor:
     return torch.stack([losses[a - 1 : b - 1].mean() for a, b in pairwise(edges)]).mean()
 
 
-def loss_and_gradient(
-    model: PreTrainedModel, texts: Sequence[Tensor], edges: Sequence[int], logs: Tensor
-) -> tuple[float, Array]:
-    """Compute the mean over texts of the loss beyond the training length, and its gradient in ln τ, `logs`."""
-    total, gradient = 0.0, torch.zeros_like(logs, dtype=torch.float64)
+def mean_answer_loss(model: PreTrainedModel, prompt: Prompt) -> Tensor:
+    """Average -ln p over the tokens of an answer."""
+    return F.cross_entropy(*compute_answer_logits(model, prompt))
+
+
+def loss_and_gradient(problem: FitProblem, values: Tensor) -> Evaluation:
+    """Compute the mean losses, and the gradient of their weighted sum in `values`, with which the model runs."""
+    model, edges = problem.model, problem.laws.knots
+    totals, gradient = [0.0, 0.0], torch.zeros_like(values, dtype=torch.float64)
     config = model.config.get_text_config()
     heavy = edges[-1] * config.hidden_size * config.num_hidden_layers > MAX_ACTIVATIONS
+
+    def add(term: int, weight: float, loss: Tensor) -> None:
+        nonlocal gradient
+        gradient += weight * torch.autograd.grad(loss, values)[0]
+        totals[term] += loss.item()
+
     with checkpoint_layers(model) if heavy else nullcontext():
-        for tokens in texts:
-            loss = mean_bucket_loss(differentiable_losses(model, tokens), edges) / len(texts)
-            gradient += torch.autograd.grad(loss, logs)[0]
-            total += loss.item()
-    return total, gradient.cpu().numpy()
+        for tokens in problem.texts:
+            add(0, 1.0, mean_bucket_loss(differentiable_losses(model, tokens), edges) / len(problem.texts))
+        for prompt in problem.prompts:
+            add(1, RETRIEVAL_WEIGHT, mean_answer_loss(model, prompt) / len(problem.prompts))
+    return Evaluation(totals[0], totals[1], gradient.cpu().numpy())
 
 
 def fit_law(problem: FitProblem, history: list[dict[str, Any]], on_evaluation: Callable[[], None]) -> str:
-    """Fit ln τ at all edges but the first by L-BFGS.
+    """Fit the values of a law by L-BFGS, drawn to those it starts from.
 
     Args:
         problem: what is fitted.
-        history: each evaluation with its point, loss and gradient is appended. What is there already is taken as
+        history: each evaluation with its point, losses and gradient is appended. What is there already is taken as
             evaluated, so that an interrupted fit resumes.
         on_evaluation: called after each new one; ends the fit by `StopFit`.
 
     Returns:
         Why the fit ended.
     """
-    model, texts, edges, start = problem.model, problem.texts, problem.edges, problem.start
-    weight = 1 / (PRIOR_SPREAD**2 * len(texts) * (edges[-1] - edges[0]))  # of the prior, against that many tokens
+    model, start, knots = problem.model, problem.start, problem.laws.knots
+    step = problem.laws.get_steps(start.shape[-1])
+    weight = 1 / (PRIOR_SPREAD**2 * len(problem.texts) * (knots[-1] - knots[0]))  # of the prior, against the tokens
     known = {tuple(row["at"]): row for row in history}
-    # a first step of L-BFGS has length 1: about FIRST_STEP for each row of the table
-    unit = FIRST_STEP * np.sqrt(start.shape[0] * start.shape[1])
+    # a first step of L-BFGS has length 1: about a step of the law for each row of the table
+    unit = step * np.sqrt(start.shape[0] * start.shape[1])
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    logs = torch.zeros(start.shape, dtype=dtype, device=model.device, requires_grad=True)
+    values = torch.zeros(start.shape, dtype=dtype, device=model.device, requires_grad=True)
 
     def evaluate(at: Array) -> tuple[float, Array]:
         row = known.get(tuple(at.tolist()))
         if row is None:
             point = start + unit * at.reshape(start.shape)
-            _check_continue(point, history)
+            _check_continue(point / step, [(r["objective"], np.array(r["values"]) / step) for r in history])
             with torch.no_grad():
-                logs.copy_(torch.as_tensor(point))
-            loss, gradient = loss_and_gradient(model, texts, edges, logs)
-            if not np.isfinite(loss) or not np.isfinite(gradient).all():
+                values.copy_(torch.as_tensor(point))
+            loss, retrieval, gradient = loss_and_gradient(problem, values)
+            if not np.isfinite(loss + retrieval) or not np.isfinite(gradient).all():
                 raise StopFit("no finite loss")
-            away = point - start
-            objective = loss + weight * float((away**2).sum()) / 2
-            slope = unit * (gradient + weight * away).ravel()
-            row = {"at": at.tolist(), "logs": point.tolist(), "loss": loss, "objective": objective}
-            row["gradient"] = slope.tolist()
+            away = (point - start) / step
+            objective = loss + RETRIEVAL_WEIGHT * retrieval + weight * float((away**2).sum()) / 2
+            slope = unit * (gradient + weight * away / step)
+            row = {"at": at.tolist(), "values": point.tolist(), "loss": loss, "retrieval": retrieval}
+            row |= {"objective": objective, "gradient": slope.ravel().tolist()}
             history.append(row)
             on_evaluation()
         return row["objective"], np.array(row["gradient"])
 
     options = {"maxfun": MAX_EVALUATIONS, "maxiter": MAX_EVALUATIONS, "ftol": MIN_GAIN_NATS, "gtol": MIN_GAIN_NATS / 4}
     try:
-        with learn_temperatures(model, problem.recipe, edges, logs):
+        with problem.laws.learn(model, values):
             solution = minimize(evaluate, np.zeros(start.size), jac=True, method="L-BFGS-B", options=options)
     except StopFit as end:
         return str(end)
@@ -126,11 +147,11 @@ def fit_law(problem: FitProblem, history: list[dict[str, Any]], on_evaluation: C
     return "converged" if solution.success else "evaluations"
 
 
-def _check_continue(point: Array, history: list[dict[str, Any]]) -> None:
+def _check_continue(point: Array, history: list[tuple[float, Array]]) -> None:
     """Stop a fit after MAX_EVALUATIONS, or whose next point is where the best is."""
     if len(history) >= MAX_EVALUATIONS:
         raise StopFit("evaluations")
     if history:
-        best = min(history, key=lambda row: row["objective"])
-        if np.abs(point - np.array(best["logs"])).max() < MIN_STEP:
+        _, best = min(history, key=lambda row: row[0])
+        if np.abs(point - best).max() < MIN_STEP:
             raise StopFit("converged")

@@ -1,4 +1,4 @@
-"""`isentrope calibrate`: temperatures fitted to text."""
+"""`isentrope calibrate`: laws fitted to text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def calibrate(
     length: Annotated[int, typer.Option(help="Tokens read of each document; the law is fitted up to this length.")],
     recipe: Annotated[
         str,
-        typer.Option(help="The recipe to fit, which may contain {window} and {factor}. 'plain': the unchanged model."),
+        typer.Option(
+            help="The recipe to fit, which may contain {window} and {factor}, and a share law to start from. "
+            "'plain': the unchanged model."
+        ),
     ] = "plain",
     windows: Annotated[
         str | None, typer.Option(help="Values to try for {window}, such as 2048,4096; the best is used.")
@@ -29,11 +32,15 @@ def calibrate(
         str | None, typer.Option(help="Values to try for {factor}, such as 4,8; the best is used.")
     ] = None,
     levels: Annotated[
-        str, typer.Option(help="Laws to fit: one for all layers, one per layer, one per head.")
-    ] = "scalar,layer,head",
+        str,
+        typer.Option(help="Laws to fit: one for all layers, one per layer, one per head; the best for near keys too."),
+    ] = "scalar,layer,head,near",
     budget: Annotated[
         str | None, typer.Option(help="Finish within 90s, 10m or 2h; the best law so far is used.")
     ] = None,
+    with_retrieval: Annotated[
+        bool, typer.Option("--with-retrieval", help="Also fit to, and judge by, passkeys hidden in the texts.")
+    ] = False,
     documents: MaxDocuments = 16,
     train_length: Annotated[int | None, typer.Option(help="Training length, instead of the one in the config.")] = None,
     seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
@@ -45,19 +52,21 @@ def calibrate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Fit a temperature law to your own text with the model frozen; half of the documents are held out to select it.
+    """Fit a law to your own text with the model frozen; half of the documents are held out to select it.
 
-    The result is never worse than InfoScale on held-out text, and nothing changes inside the training length. Run the
-    same command again to resume after an interruption.
+    Recipes with near and far keys get a share law and a temperature of far keys, others a temperature. The result is
+    never worse than InfoScale on held-out text, and nothing changes inside the training length; six held-out documents
+    or more tell what is clearly better. Run the same command again to resume after an interruption.
 
     isentrope calibrate MODEL books/*.txt --recipe rerope:window=4096 --length 32768 --budget 10m --save longer
     """
     from rich.console import Console
 
-    from isentrope.calibration.calibrate import fit_temperature
+    from isentrope.calibration.calibrate import fit_laws
     from isentrope.calibration.config import CalibrationConfig
     from isentrope.calibration.select import split_texts
-    from isentrope.evaluation.loading import check_save_folder, load_on_device, save_extended
+    from isentrope.evaluation.loading import check_save_folder, load_on_device, load_tokenizer, save_extended
+    from isentrope.evaluation.retrieval import PromptFormat
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw_calibration
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
@@ -71,13 +80,15 @@ def calibrate(
         budget=budget,
         train_length=train_length,
         seed=seed,
+        with_retrieval=with_retrieval,
     )
     check_save_folder(save)
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, length, documents)
     split_texts(documents_read, length, seed)  # checked before a model is loaded
+    prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file)) if with_retrieval else None
     loaded = load_on_device(model, device, dtype, gguf_file)
-    result = fit_temperature(loaded, documents_read, config, out, Path(model).name, print_progress)
+    result = fit_laws(loaded, documents_read, config, out, Path(model).name, print_progress, prompts)
     results = out / "calibrate.json"
     Console().print(build_calibration_table(results))
     print_paths([results, out / "recipe.txt", *draw_calibration(results)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from isentrope.data.corpus import read_documents
@@ -287,15 +288,21 @@ def score_answer(model: PreTrainedModel, prompt: Prompt) -> dict[str, Any]:
 
     Greedy decoding gives the answer word for word where all are.
     """
+    logits, answer = compute_answer_logits(model, prompt)
+    logprob = float(logits.log_softmax(-1).gather(1, answer[:, None]).double().sum())
+    if not isfinite(logprob):
+        raise UnmeasurableError("no probability: the model's logits are not finite")
+    return {"answer": len(answer), "likeliest": int((logits.argmax(-1) == answer).sum()), "logprob": logprob}
+
+
+def compute_answer_logits(model: PreTrainedModel, prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """Compute the logits of the answer's tokens in fp32, (tokens, vocabulary), and return them with these tokens."""
     ids = torch.tensor([prompt.tokens + prompt.answer[:-1]], device=model.device)
     answer = torch.tensor(prompt.answer, device=model.device)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
     if len(logits) != len(answer):
         raise ValueError(f"logits: expected those of the last {len(answer)} tokens, got {len(logits)}")
-    logprob = float(logits.log_softmax(-1).gather(1, answer[:, None]).double().sum())
-    if not isfinite(logprob):
-        raise UnmeasurableError("no probability: the model's logits are not finite")
-    return {"answer": len(answer), "likeliest": int((logits.argmax(-1) == answer).sum()), "logprob": logprob}
+    return logits, answer
 
 
 def generate_answer(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:

@@ -16,12 +16,16 @@ from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
 CANDIDATE_LABELS = {
-    "none": "no temperature",
+    "none": "none",
     "infoscale": "InfoScale",
     "logn": "LogN",
+    "power": "Power",
+    "closed": "closed law",
+    "given": "law given",
     "scalar": "fitted, one for all",
     "layer": "fitted, per layer",
     "head": "fitted, per head",
+    "near": "fitted, near keys too",
 }
 
 
@@ -33,31 +37,36 @@ def read_calibration(results: Path) -> dict[str, Any]:
 def build_calibration_table(results: Path) -> Table:
     """Build a table of `calibrate.json`: a row for each candidate, a column for each bucket of positions."""
     data = read_calibration(results)
-    rows = data["candidates"]
+    rows, reference = data["candidates"], get_reference(data)
+    interval = rows[0]["low"] is not None
     table = Table(
         title=f"Held-out perplexity: {data['model']['name']}, {count_held_out(data)} texts, {escape(data['recipe'])}",
         caption=(
             f"beyond: past {data['train_length']} tokens, buckets weighted equally.\n"
-            "%: change against InfoScale, with a 95 % interval over paired draws of the texts.\n"
-            f"→ {escape(data['reason'])}"
+            f"%: change against {CANDIDATE_LABELS[reference]}"
+            + (", with a 95 % interval over paired draws of the texts.\n" if interval else ".\n")
+            + _describe_passkeys(data)
+            + f"→ {escape(data['reason'])}"
         ),
         **TABLE_STYLE,
     )
     table.add_column("", no_wrap=True)
-    table.add_column("temperature", no_wrap=True)
+    table.add_column("law", no_wrap=True)
     for name in (*bucket_labels(data), "beyond"):
         table.add_column(name, justify="right")
     table.add_column("% (95 %)", justify="right", no_wrap=True)
+    if has_passkeys(data):
+        table.add_column("passkeys", justify="right", no_wrap=True)
     best = [min(values) for values in zip(*(row["perplexity"] for row in rows), strict=True)]
     for row in rows:
-        change = [row["against"]["infoscale"][key][-1] for key in ("percent", "low", "high")]
         pairs = list(zip(row["perplexity"], best, strict=True))
         table.add_row(
             "→" if row["name"] == data["chosen"] else "",
             CANDIDATE_LABELS[row["name"]],
             format_perplexity(pairs[0][0]),  # the same for all candidates
             *(style_perplexity(x, bold=x == lowest) for x, lowest in pairs[1:]),
-            "" if row["name"] == "infoscale" else "{:+.2f} ({:+.2f} … {:+.2f})".format(*change),
+            "" if row["name"] == reference else _format_change(row["against"][reference]),
+            *([_format_passkeys(row)] if has_passkeys(data) else []),
         )
     return table
 
@@ -65,15 +74,44 @@ def build_calibration_table(results: Path) -> Table:
 def build_card_rows(results: Path) -> list[dict[str, Any]]:
     """Build rows of a model card: held-out perplexity of each candidate past the training length."""
     data = read_calibration(results)
-    column = f"held-out perplexity past {format_length(data['train_length'])} tokens"
+    column, reference = f"held-out perplexity past {format_length(data['train_length'])} tokens", get_reference(data)
     return [
         {
-            "temperature": CANDIDATE_LABELS[row["name"]] + (" (saved)" if row["name"] == data["chosen"] else ""),
+            "law": CANDIDATE_LABELS[row["name"]] + (" (saved)" if row["name"] == data["chosen"] else ""),
             column: f"{row['perplexity'][-1]:.4g}",
-            "against InfoScale": f"{row['against']['infoscale']['percent'][-1]:+.2f} %",
+            f"against {CANDIDATE_LABELS[reference]}": f"{row['against'][reference]['percent'][-1]:+.2f} %",
         }
+        | ({"passkeys": _format_passkeys(row)} if has_passkeys(data) else {})
         for row in data["candidates"]
     ]
+
+
+def get_reference(data: dict[str, Any]) -> str:
+    """Return the candidate that others are compared with: the closed law, InfoScale where there is none."""
+    return "closed" if any(row["name"] == "closed" for row in data["candidates"]) else "infoscale"
+
+
+def has_passkeys(data: dict[str, Any]) -> bool:
+    return data.get("retrieval_weight") is not None
+
+
+def _describe_passkeys(data: dict[str, Any]) -> str:
+    if not has_passkeys(data):
+        return ""
+    weight = f"{data['retrieval_weight']:g}"
+    return f"passkeys: found, and -ln p for a token of the answer, which counts {weight} of a token's loss.\n"
+
+
+def _format_passkeys(row: dict[str, Any]) -> str:
+    score = row["retrieval"]
+    return f"{score['hits']} of {score['count']}, {score['loss']:.3f}"
+
+
+def _format_change(change: dict[str, Any]) -> str:
+    """Format a change in per cent with its interval, where the texts carry one."""
+    low, high = change["low"], change["high"]
+    interval = "—" if low is None else f"{low[-1]:+.2f} … {high[-1]:+.2f}"
+    return f"{change['percent'][-1]:+.2f} ({interval})"
 
 
 def bucket_labels(data: dict[str, Any]) -> list[str]:

@@ -1,10 +1,10 @@
-"""A frozen model in which only the temperatures take gradients."""
+"""A frozen model in which only the laws of its recipe take gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from isentrope.core.dtypes import lengths_as_float
 from isentrope.hf.extend import extended, get_extension
 from isentrope.hf.layer import get_layer
 from isentrope.recipe import Recipe
-from isentrope.temperatures import Fitted
 from isentrope.temperatures.fitted import interpolate_table
 
 
@@ -38,22 +37,78 @@ class LearnedTemperature:
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
         n = lengths_as_float(n)
-        tau = self.logs[self.layer if len(self.logs) > 1 else 0].to(n.dtype).exp()
+        tau = _take_layer(self.logs, self.layer).to(n.dtype).exp()
         table = torch.cat((torch.ones_like(tau[:, :1]), tau), 1)
         law = interpolate_table(n.clamp_min(self.lengths[0]), self.lengths, table)
         return torch.where(n > self.lengths[0], law, torch.ones_like(n))
 
 
+@dataclass(frozen=True, eq=False)
+class LearnedPower:
+    """The law of `Power` in one layer: τ = (n / n_tr)^γ beyond n_tr.
+
+    Attributes:
+        train_length: n_tr.
+        gamma: γ, (layers, heads); an axis of 1 serves all layers, or all heads.
+        layer: its index.
+        keys: whose scores τ multiplies.
+    """
+
+    train_length: int
+    gamma: Tensor
+    layer: int
+    keys: str
+    count: str = "visible"
+
+    def scale(self, n: Tensor, head_dim: int) -> Tensor:
+        n = lengths_as_float(n)
+        gamma = _take_layer(self.gamma, self.layer).to(n.dtype)[:, None]
+        return torch.exp(gamma * torch.log(n / self.train_length).clamp_min(0))
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedShare:
+    """The law of `Share` in one layer: -β ln(max(n_far / n_ref, 1)).
+
+    Attributes:
+        reference: n_ref.
+        beta: β, (layers, heads); an axis of 1 serves all layers, or all heads.
+        layer: its index.
+        count: what n_far counts.
+    """
+
+    reference: int
+    beta: Tensor
+    layer: int
+    count: str = "far"
+
+    def bias(self, n_far: Tensor) -> Tensor:
+        n_far = lengths_as_float(n_far)
+        beta = _take_layer(self.beta, self.layer).to(n_far.dtype)[:, None]
+        return -beta * torch.log(n_far / self.reference).clamp_min(0)
+
+    def resolve(self, train_length: int | None, window: int | None) -> LearnedShare:
+        return self
+
+
+def _take_layer(table: Tensor, layer: int) -> Tensor:
+    return table[layer if len(table) > 1 else 0]
+
+
 @contextmanager
-def learn_temperatures(
-    model: PreTrainedModel, recipe: Recipe, lengths: tuple[int, ...], logs: Tensor
-) -> Iterator[None]:
-    """Run a model under the recipe with `LearnedTemperature` while the block lasts; only `logs` takes gradients."""
+def learn_laws(model: PreTrainedModel, recipe: Recipe, set_laws: Callable[[Recipe, int], Recipe]) -> Iterator[None]:
+    """Run a model under a recipe whose laws learn while the block lasts; its own parameters take no gradients.
+
+    Args:
+        model: not extended.
+        recipe: with the parts that learn in closed form.
+        set_laws: takes the recipe of a layer and the layer's index, and returns the recipe with learned laws.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    initial = Fitted(lengths, (1.0,) * len(lengths))
-    with extended(model, replace(recipe, temperature=initial)):
-        for layer in get_extension(model).layers:
-            get_layer(layer.module).temperature = LearnedTemperature(lengths, logs, layer.index)
+    with extended(model, recipe):
+        for info in get_extension(model).layers:
+            layer = get_layer(info.module)
+            layer.recipe = set_laws(layer.recipe, info.index)
         try:
             for parameter in trained:
                 parameter.requires_grad_(False)

@@ -1,0 +1,154 @@
+"""Laws of near and far keys fitted to text: a law that is known, the start, retrieval, results of before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import isentrope as ise
+from isentrope.calibration import optimize as descent
+from isentrope.calibration.calibrate import calibrate, fit_laws
+from isentrope.calibration.config import CalibrationConfig
+from isentrope.calibration.laws import make_laws
+from isentrope.calibration.optimize import FitProblem
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
+from isentrope.closed_law import closed_law
+from isentrope.data.corpus import read_sympy_documents
+from isentrope.evaluation.loading import load_on_device, load_tokenizer
+from isentrope.evaluation.retrieval import PromptFormat
+from isentrope.evaluation.texts import collect_texts
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.recipe import Recipe
+from isentrope.report.figures.calibration import draw_calibration
+from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
+from tests.calibration.test_calibrate import SMALL, texts
+from tests.fixtures.models import llama, tokens
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+LLAMA = str(SHIPPED_MODELS / "llama")
+pytestmark = pytest.mark.usefixtures("on_one_thread")
+
+
+def print_table(path):
+    console = Console(width=200, record=True)
+    console.print(build_calibration_table(path))
+    return console.export_text()
+
+
+def test_a_known_law_is_found(monkeypatch):
+    """Texts that a model wrote itself under a law: no other makes them likelier."""
+    monkeypatch.setattr(descent, "PRIOR_SPREAD", 100.0)  # the texts alone shall speak
+    model = llama(**SMALL)
+    with ise.extended(model, "rerope:window=8+power:gamma=-0.4,keys=far+share:beta=2"):
+        rows = model.generate(torch.randint(1, 97, (16, 1)), do_sample=True, top_k=0, max_length=64)
+    laws = make_laws("rerope:window=8", (16, 32, 64), 2, 8)
+    start, history = laws.choose_start({}), []
+    np.testing.assert_allclose(start, [[[closed_law(16, 8).share.beta, 0]]])
+    descent.fit_law(FitProblem(model, laws, list(rows), start), history, lambda: None)
+    best = min(history, key=lambda row: row["objective"])
+    beta, gamma = best["values"][0][0]
+    assert 1.5 < beta < 2.5 and -0.55 < gamma < -0.25
+    law = laws.build(np.array(best["values"]))
+    assert law.temperature.keys == "far" and law.temperature.gamma < 0 and law.share.reference == 8
+
+
+def test_the_fit_starts_from_the_law_in_the_recipe():
+    given = make_laws("rerope:window=8+infoscale+share:beta=((0.5,),(1.5,))", (16, 64), 2, 8)
+    tau = ise.InfoScale(16).scale(torch.tensor(64.0, dtype=torch.float64), 8)
+    start = given.choose_start({})
+    np.testing.assert_allclose(start, [[[1, np.log(tau.item()) / np.log(4)]]], rtol=1e-6)
+    assert [*given.build_closed()][-2:] == ["closed", "given"]
+    assert [*make_laws("rerope:window=8", (16, 64), 2, 8).build_closed()][-1] == "closed"
+    kept = given.build(start)  # near keys keep what they had
+    assert [(law.name(), law.keys) for law in kept.temperatures] == [("infoscale", "near"), ("power", "far")]
+    near = given.build(given.add_near(start))
+    assert [law.name() for law in near.temperatures] == ["power", "power"]
+    for law in near.temperatures:
+        torch.testing.assert_close(law.scale(torch.tensor(64.0, dtype=torch.float64), 8), tau, rtol=1e-3, atol=0)
+    assert make_laws("rerope:window=8+logn:keys=far", (16, 64), 2, 8).choose_start({})[0, 0, 0] == 0
+    bare = make_laws("rerope:window=8+share:beta=0.5", (16, 64), 2, 8)
+    assert len(bare.build(bare.choose_start({})).temperatures) == 1
+
+
+def test_all_levels_and_their_results(tmp_path):
+    actual = fit_laws(llama(**SMALL), texts(12), CalibrationConfig(64, "rerope:window=8"), tmp_path, "tiny")
+    names = [row["name"] for row in actual.rows]
+    assert names == ["none", "infoscale", "logn", "power", "closed", "scalar", "layer", "head", "near"]
+    rows = dict(zip(names, actual.rows, strict=True))
+    assert len({row["perplexity"][0] for row in actual.rows}) == 1  # inside the training length nothing changes
+    assert all(row["low"][-1] <= row["perplexity"][-1] <= row["high"][-1] for row in actual.rows)
+    head = Recipe.from_dict(rows["head"]["recipe"])
+    assert np.shape(head.share.beta) == np.shape(head.temperature.gamma) == (2, 4)
+    assert Recipe.parse(str(head)) == head
+    assert [law.keys for law in Recipe.from_dict(rows["near"]["recipe"]).temperatures] == ["near", "far"]
+    assert len(rows["head"]["bias"]["rows"]) == len(rows["head"]["tau"]["rows"]) == 8
+    assert set(map(tuple, rows["head"]["tau_near"]["rows"])) == {(1.0, 1.0, 1.0)}
+    assert "fitted, near keys too" in print_table(tmp_path / "calibrate.json")
+    assert draw_calibration(tmp_path / "calibrate.json")
+
+
+def test_few_texts_give_no_interval(tmp_path):
+    config = CalibrationConfig(64, "rerope:window=8", levels=("scalar",))
+    actual = fit_laws(llama(**SMALL), texts(), config, tmp_path, "tiny")
+    for row in actual.rows:
+        assert row["low"] is row["high"] is row["against"]["closed"]["low"] is None
+    assert "6 are needed, that is 11 documents" in actual.reason
+    assert actual.chosen in ("closed", "scalar")
+    table = print_table(tmp_path / "calibrate.json")
+    assert "(—)" in table and "11 documents" in table
+    assert draw_calibration(tmp_path / "calibrate.json") and build_card_rows(tmp_path / "calibrate.json")
+
+
+@pytest.fixture(scope="module")
+def modules():
+    found = [document.text for document in read_sympy_documents() if document.group == "holonomic"]
+    return collect_texts([text[:700] for text in found[:4]], LLAMA, 512, 4)
+
+
+def test_retrieval_changes_what_is_fitted(modules, tmp_path):
+    model, prompts = load_on_device(LLAMA, "cpu", "float32"), PromptFormat.from_tokenizer(load_tokenizer(LLAMA))
+    passkeys = hide_passkeys(modules, prompts, 512, 0)
+    assert passkeys == hide_passkeys(modules, prompts, 512, 0)
+    assert len({prompt.example.depth for prompt in passkeys.values()}) > 1
+    assert all(400 < prompt.total <= 512 for prompt in passkeys.values())
+
+    laws = make_laws("rerope:window=128", (256, 512), 2, 32)
+    rows = [torch.tensor(text.tokens) for text in modules[:2]]
+    hidden = [passkeys[text.sha256] for text in modules[:2]]
+    values = torch.tensor([[[0.75, 0.1]]], requires_grad=True)
+    with laws.learn(model, values):
+        alone = descent.loss_and_gradient(FitProblem(model, laws, rows, values.detach().numpy()), values)
+        both = descent.loss_and_gradient(FitProblem(model, laws, rows, values.detach().numpy(), hidden), values)
+        answers = sum(descent.mean_answer_loss(model, prompt) for prompt in hidden) / 2
+        slope = torch.autograd.grad(answers, values)[0].numpy()
+    assert both.loss == alone.loss and both.retrieval == pytest.approx(answers.item(), rel=1e-5)
+    np.testing.assert_allclose(both.gradient - alone.gradient, RETRIEVAL_WEIGHT * slope, rtol=1e-3, atol=1e-7)
+
+    config = CalibrationConfig(512, "rerope:window=128", levels=(), with_retrieval=True)
+    with pytest.raises(ValueError, match="expected a PromptFormat"):
+        fit_laws(model, modules, config)
+    actual = fit_laws(model, modules, config, tmp_path, prompts=prompts)
+    for row in actual.rows:
+        assert row["retrieval"]["count"] == len(modules) // 2 and row["retrieval"]["loss"] > 0
+    cell = actual.data["cells"][0]
+    assert cell["passkey"]["answer"] == len(passkeys[cell["text"]].answer)
+    assert "passkeys" in print_table(tmp_path / "calibrate.json")
+
+
+def test_without_a_tokenizer_no_passkey_can_be_hidden():
+    with pytest.raises(ValueError, match="token"):
+        calibrate(llama(**SMALL), tokens(4, 64).tolist(), 64, "rerope:window=8", with_retrieval=True)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("calibrate.json")), ids=lambda path: path.parent.name)
+def test_results_of_before_are_read(path, tmp_path):
+    assert json.loads(path.read_text())["reason"].split()[0] in print_table(path)
+    assert build_card_rows(path)[0]
+    copy = tmp_path / "calibrate.json"
+    copy.write_bytes(path.read_bytes())
+    assert len(draw_calibration(copy)) == 2
