@@ -79,5 +79,5 @@ def _split_recipe(recipe: str) -> tuple[str, str]:
 def _shorten_law(law: str) -> str:
     """Return a law's name, with the keys it is for and a β that is one number."""
     name, _, options = law.partition(":")
-    shown = [option.partition("=")[2] for option in options.split(",") if option.startswith(("keys=", "beta="))]
-    return " ".join([name, *(value for value in shown if "(" not in value)])
+    values = [option.partition("=")[2] for option in options.split(",") if option.startswith(("keys=", "beta="))]
+    return " ".join([name, *(value for value in values if "(" not in value)])
