@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from isentrope.calibration.masked_lm import fit_masked_law, set_law
 from isentrope.data.prepared import Documents
 from isentrope.evaluation.masked_lm import MaskingProtocol, UnmeasurableError, score_documents
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
-from isentrope.share import DEFAULT_BETA, Share
+from isentrope.share import Share
 from isentrope.temperatures import Fitted, Power
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
@@ -64,13 +66,14 @@ def test_far_keys_get_a_temperature_and_a_share(documents, recipe):
     model = build(recipe)
     law = fit_masked_law(model, *documents, LENGTH, TRAIN_LENGTH, MASK)
     power, share = law
-    assert power.keys == "far" and power.train_length == TRAIN_LENGTH and share.reference == TRAIN_LENGTH - 8
+    assert power.keys == "far" and power.train_length == TRAIN_LENGTH and share.reference == TRAIN_LENGTH
     assert abs(power.gamma * np.log(4)) <= 0.7001 and 0 <= share.beta <= 3
     assert all(layer.gau.recipe.share == share for layer in model.gau_alpha.encoder.layer)
     best = loss(model, documents, law)
-    closed = loss(model, documents, (Share(DEFAULT_BETA, 8),))
+    closed = loss(model, documents, (Share(reference=TRAIN_LENGTH),))
     assert best <= min(loss(model, documents, ()), closed) + 1e-6
-    grid = [(Power(16, gamma, keys="far"), Share(beta, 8)) for gamma in (-0.25, 0.0, 0.25) for beta in (0.0, 1.5, 3.0)]
+    pairs = product((-0.25, 0.0, 0.25), (0.0, 1.5, 3.0))
+    grid = [(Power(16, gamma, keys="far"), Share(beta, 16, count="visible")) for gamma, beta in pairs]
     assert best <= min(loss(model, documents, each) for each in grid) + 1e-3
 
 
