@@ -27,6 +27,8 @@ WHOLE = [
     ("CLEX(hidden", lambda n: ise.CLEX(8, 64, hidden=n), 1),
     ("PoSE(target_length", lambda n: ise.PoSE(n), 1),
     ("LogN(train_length", lambda n: ise.LogN(n), 2),
+    ("Power(train_length", lambda n: ise.Power(n), 2),
+    ("Share(reference", lambda n: ise.Share(1.0, n), 1),
     ("YaRNTemperature(train_length", lambda n: ise.YaRNTemperature(n), 1),
     ("InfoScale(train_length", lambda n: ise.InfoScale(n), 1),
     ("InfoScaleExact(train_length", lambda n: ise.InfoScaleExact(n), 1),
@@ -101,6 +103,10 @@ LARGE = [
     ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), 1e300, "from 0 to 1000"),
     ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), 10**400, "from 0 to 1000"),
     ("Fitted(table", lambda n: ise.Fitted((64,), (n,)), -1.0, "from 0 to 1000"),
+    ("Power(gamma", lambda n: ise.Power(64, n), 4.1, "from -4 to 4"),
+    ("Power(gamma", lambda n: ise.Power(64, (0.1, n)), -(10**400), "from -4 to 4"),
+    ("Share(beta", ise.Share, 1e300, "from -4 to 4"),
+    ("Share(reference", lambda n: ise.Share(1.0, n), 10**400, "≤ 2^53"),
 ]
 
 
@@ -197,6 +203,40 @@ def test_options(action, words):
 )
 def test_fitted_tables(lengths, table, words):
     refused(lambda: ise.Fitted(lengths, table), "Fitted(", *words)
+
+
+@pytest.mark.parametrize("make", [ise.Share, lambda table: ise.Power(64, table)], ids=["beta", "gamma"])
+@pytest.mark.parametrize(
+    "table",
+    ["1", True, NAN, INF, (), ((),), [[]], (1, True), (1, "a"), (1.0, NAN), ((1, 2), (3,)), ((1,), 2), (1, (2,)),
+     (((1.0,),),), {}, torch.ones(2, 2, 2)],
+    ids=str,
+)  # fmt: skip
+def test_tables_by_head(make, table):
+    refused(lambda: make(table), "expected a number from -4 to 4, or a table of them, (heads) or (layers, heads), got")
+
+
+def test_tables_by_layer():
+    heads = ise.ReRoPE(2)
+    for part, parts in (
+        (ise.Share(((1, 2), (3, 4)), 1), {"share": ise.Share(((1, 2), (3, 4)), 1)}),
+        (ise.Power(2, [[1, 2], [3, 4]]), {"temperature": ise.Power(2, [[1, 2], [3, 4]])}),
+    ):
+        name = type(part).__name__
+        refused(lambda parts=parts: call(recipe=Recipe(position=heads, **parts)), name, "layer axis", "for_layer")
+        refused(lambda part=part: part.for_layer(2), name, "0 … 1", "got 2")
+        refused(lambda part=part: part.for_layer(-1), name, "0 … 1", "got -1")
+        row = part.for_layer(1)
+        assert 3.0 in (getattr(row, "beta", ()) or row.gamma) and row.for_layer(7) is row
+    refused(lambda: call(recipe="rerope:window=2+share:beta=(1,2,3),reference=1"), "share", "1 or 4 heads", "(1, 3, 6)")
+
+
+def test_a_share_law_without_a_reference():
+    words = ("Share", "expected a reference, or a training length", "got neither", "reference=…", "train_length")
+    refused(lambda: call(recipe="rerope:window=2+share"), *words)
+    refused(lambda: call(recipe="rerope:window=2+loglength+share"), *words)
+    call(recipe="rerope:window=2+share:reference=1")
+    call(recipe="rerope:window=6+share")  # no far key is visible
 
 
 def test_fitted_layers():

@@ -35,6 +35,24 @@ from tests.fixtures.errors import call, refused
         ("rope+pi:factor=2", ["one position", "rope", "pi:factor=2"]),
         ("logn:train_length=4+infoscale:train_length=4", ["one temperature", "logn", "infoscale"]),
         ("dot+cosine:alpha=2", ["one score", "dot", "cosine"]),
+        (
+            "rerope:window=4+logn:train_length=4+power:train_length=4,keys=far",
+            ["one temperature, or one with keys=near and one with keys=far", "logn:train_length=4 and power"],
+        ),
+        ("rerope:window=4+logn:train_length=4,keys=far+constant:keys=far", ["one with keys=near", "logn", "constant"]),
+        (
+            "rerope:window=4+constant:keys=far+constant:keys=near+constant:keys=near",
+            ["one temperature", "constant:keys=far and constant:keys=near and constant:keys=near"],
+        ),
+        ("rerope:window=4+share+share:beta=1", ["one share", "share and share:beta=1"]),
+        ("share", ["share needs a position method with near and far keys", "rerope:window=…", "got none"]),
+        ("yarn:factor=4+share", ["share needs a position method with near and far keys", "got yarn:factor=4"]),
+        ("rope+logn:train_length=4,keys=far", ["logn:train_length=4,keys=far needs a position method", "got rope"]),
+        ("alibi+constant:keys=near", ["constant:keys=near needs a position method", "got alibi"]),
+        ("logn:train_length=64,keys=both", ["LogN(keys", "all, near, far", "'both'"]),
+        ("rerope:window=4+share:betta=1", ["'share'", "unknown option 'betta'", "did you mean 'beta'?"]),
+        ("rerope:window=4+share:count=near", ["Share(count", "far, visible", "'near'"]),
+        ("power", ["'power'", "missing option 'train_length'"]),
         ("window:size=4+causal", ["one mask", "window:size=4", "causal"]),
         ("rope&causal", ["only masks are joined with &", "position rope"]),
         ("causal|dot", ["only masks are joined with |", "score dot"]),
@@ -81,6 +99,17 @@ def test_recipe_text_of_another_type(text):
         pytest.param(
             {"score": {"name": "rope"}}, ["a score under 'score'", "the position rope"], id="a part in the wrong place"
         ),
+        pytest.param(
+            {"share": {"name": "rope"}}, ["a share under 'share'", "the position rope"], id="a position as share"
+        ),
+        pytest.param({"temperature": []}, ["a dictionary with a name", "[]"], id="an empty pair"),
+        pytest.param({"temperature": [3]}, ["a dictionary with a name", "3"], id="a pair of numbers"),
+        pytest.param(
+            {"temperature": [{"name": "rope"}]}, ["a temperature under 'temperature'", "rope"], id="a pair of positions"
+        ),
+        pytest.param(
+            {"position": [{"name": "rope"}, {"name": "alibi"}]}, ["a dictionary with a name"], id="a pair of others"
+        ),
         pytest.param({"mask": {"name": "and"}}, ["'and'", "missing option 'masks'"], id="and without masks"),
         pytest.param({"mask": {"name": "and", "masks": 5}}, ["masks", "5"], id="and of a number"),
         pytest.param({"mask": {"name": "or", "masks": []}}, ["masks"], id="or of nothing"),
@@ -103,6 +132,13 @@ def test_recipe_data(data, words):
         ({"score": ise.RoPE()}, ["Recipe(score", "Dot()", "RoPE("]),
         ({"temperature": 1.5}, ["Recipe(temperature", "Constant()", "1.5"]),
         ({"temperature": ise.InfoScale}, ["Recipe(temperature", "Constant()", "class"]),
+        ({"temperature": (1.5, 2.5)}, ["Recipe(temperature", "Constant()", "1.5"]),
+        ({"temperature": ({}, {})}, ["Recipe(temperature", "Constant()", "{}"]),
+        ({"temperature": [ise.LogN, ise.LogN]}, ["Recipe(temperature", "Constant()", "class"]),
+        ({"temperature": (None, ise.LogN(4, keys="far"))}, ["one with keys=near", "None and logn"]),
+        ({"position": ise.ReRoPE(4), "share": 0.5}, ["Recipe(share", "Share()", "0.5"]),
+        ({"position": ise.ReRoPE(4), "share": ise.Share}, ["Recipe(share", "Share()", "class"]),
+        ({"position": ise.RoPE(), "share": ise.Share()}, ["share needs a position method", "got rope"]),
         ({"mask": True}, ["Recipe(mask", "Full()", "True"]),
         ({"mask": ise.LogN(64)}, ["Recipe(mask", "Full()", "LogN("]),
     ],

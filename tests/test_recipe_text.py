@@ -1,6 +1,7 @@
 """Recipes survive text and JSON."""
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -20,6 +21,12 @@ rotary = {
     "rotary_dim": st.none() | st.integers(1, 64).map(lambda m: 2 * m),
 }
 law = {"clamp": st.booleans(), "count": counts}
+exponents = st.floats(-4, 4, allow_subnormal=False) | st.integers(-4, 4)
+tables = st.one_of(
+    exponents,
+    st.lists(exponents, min_size=1, max_size=3),
+    st.lists(st.lists(exponents, min_size=2, max_size=2), min_size=1, max_size=3),
+)
 originals = st.none() | st.integers(1, 10**6)
 position_parts = st.one_of(
     st.builds(ise.RoPE, **rotary),
@@ -50,6 +57,7 @@ temperature_parts = st.one_of(
     st.builds(ise.LogLength, **law),
     st.builds(ise.SoftmaxPlus, st.floats(1.1, 1e6), **law),
     st.builds(ise.LogN, lengths_st, **law),
+    st.builds(ise.Power, lengths_st, st.none() | tables, **law),
     st.builds(ise.YaRNTemperature, lengths_st, **law),
     st.builds(ise.YaRNTemperature, factor=factors, **law),
     st.builds(ise.InfoScale, lengths_st, st.floats(-20, 1), **law),
@@ -68,17 +76,25 @@ mask_parts = st.recursive(
     lambda part: st.tuples(part, part, st.booleans()).map(lambda x: x[0] & x[1] if x[2] else x[0] | x[1]),
     max_leaves=6,
 )
-any_recipe = st.builds(
+score_parts = st.builds(ise.Dot) | st.builds(ise.Cosine, st.floats(1e-3, 1e4))
+one_law = st.builds(
+    Recipe, st.none() | score_parts, st.none() | position_parts, st.none() | temperature_parts, st.none() | mask_parts
+)
+near_law, far_law = (
+    temperature_parts.map(lambda part, keys=keys: replace(part, keys=keys)) for keys in ("near", "far")
+)
+far_laws = st.builds(
     Recipe,
-    st.none() | st.builds(ise.Dot) | st.builds(ise.Cosine, st.floats(1e-3, 1e4)),
-    st.none() | position_parts,
-    st.none() | temperature_parts,
+    st.none() | score_parts,
+    st.builds(ise.ReRoPE, st.integers(1, 5000), **rotary) | st.builds(ise.SelfExtend, st.integers(1, 99), st.just(2)),
+    st.one_of(st.none(), temperature_parts, near_law, far_law, st.tuples(far_law, near_law)),
     st.none() | mask_parts,
+    st.none() | st.builds(ise.Share, tables, st.none() | st.integers(1, 10**6), count=named(["far", "visible"])),
 )
 
 
 @examples(400)
-@given(any_recipe)
+@given(one_law | far_laws)
 def test_recipes_survive_text_and_json(recipe):
     assert Recipe.parse(str(recipe)) == recipe
     assert str(Recipe.parse(str(recipe))) == str(recipe)
@@ -107,6 +123,8 @@ def test_recipes_with_learned_parts_survive_text_and_json(clex, ssmax):
         "plain",
         "yarn:factor=16+infoscale:train_length=64+cosine:alpha=128",
         "selfextend:window=1024,group=8+logn:train_length=2048",
+        "rerope:window=64+logn:train_length=64,keys=near+power:train_length=64,gamma=(0.1,-0.2,),keys=far+causal+share",
+        "rerope:window=64+share:beta=((1,0.5,),(0,-1,),),reference=64,count=visible",
         "rope+window:size=64&sink:size=8|lambda:window=16",
         "rope+(window:size=64|causal)&sink:size=8",
     ],
@@ -123,3 +141,23 @@ def test_and_binds_tighter_than_or():
     mask = Recipe.parse("window:size=4&causal|sink:size=2").mask
     assert mask == (ise.Window(4) & ise.Causal()) | ise.Sink(4, 2)
     assert mask != ise.Window(4) & (ise.Causal() | ise.Sink(4, 2))
+
+
+def test_a_pair_is_near_before_far_in_any_order():
+    near, far = ise.LogN(64, keys="near"), ise.SSMax(4, keys="far")
+    text = "rerope:window=64+logn:train_length=64,keys=near+ssmax:heads=4,keys=far"
+    for pair in ((near, far), [far, near]):
+        recipe = Recipe(position=ise.ReRoPE(64), temperature=pair)
+        assert recipe.temperature == recipe.temperatures == (near, far) and str(recipe) == text
+        assert recipe.learned == (far,) and recipe.parts[1:] == (near, far)
+    swapped = "ssmax:heads=4,keys=far+rerope:window=64+logn:train_length=64,keys=near"
+    assert str(Recipe.parse(swapped)) == text
+    data = Recipe.parse(text).to_dict()
+    assert [part["keys"] for part in data["temperature"]] == ["near", "far"]
+    assert str(Recipe.from_dict({**data, "temperature": data["temperature"][::-1]})) == text
+
+
+def test_one_temperature_may_be_given_as_a_pair_of_one_and_none_as_an_empty_one():
+    law = ise.LogN(64)
+    assert Recipe(temperature=[law]) == Recipe(temperature=law) and Recipe(temperature=()) == Recipe()
+    assert Recipe(temperature=law).temperatures == (law,) and Recipe().temperatures == ()

@@ -52,9 +52,14 @@ def take_layer(part: object, table: Any, layer: int) -> Any:
     return table[layer]
 
 
-def broadcast_heads(part: object, table: Any, n: Tensor) -> Tensor:
-    """Return a number, or a table (heads) as (heads, 1), in the dtype of n and ready to multiply it."""
-    values = torch.tensor(table, dtype=n.dtype, device=n.device)
-    if values.dim() == 2:
+def broadcast_heads(part: object, table: Any, n: Tensor) -> Tensor | float:
+    """Return a number as it is, or a table (heads) as (heads, 1), in the dtype of n and ready to multiply it.
+
+    Raises:
+        ValueError: the table has a layer axis.
+    """
+    if not isinstance(table, tuple):
+        return float(table)  # a tensor would be copied to the device, which a captured graph may not do
+    if isinstance(table[0], tuple):
         raise ValueError(f"{type(part).__name__}: the table has a layer axis; call for_layer(i) first")
-    return values[:, None] if values.dim() else values
+    return torch.tensor(table, dtype=n.dtype, device=n.device)[:, None]

@@ -141,7 +141,7 @@ def meaningless(position: str, temperature: str, mask: str, score: str, causal: 
 def build(position: str, temperature: str, mask: str, score: str, setting: Setting) -> ise.Recipe:
     """Build a recipe; `temperature` may hold a share law too."""
     text = "+".join(part for part in (position, temperature, score, mask) if part) or "plain"
-    table = tuple(0.25 * (head + 1) * (-1) ** (head // 2) for head in range(setting.heads))
+    table = tuple(0.25 * (head % 4 + 1) * (-1) ** (head // 2) for head in range(setting.heads))
     recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table))
     for part in recipe.learned:
         part.eval()

@@ -40,7 +40,6 @@ ROWS = (
     Setting(130, 130, batch=1, heads=6, d=40, dv=40),
 )
 
-
 FAR = (*RECIPES[2:5], RECIPES[8])
 SQUARE = Setting(333, 333, heads=6, d=64, dv=64)
 FEWER = Setting(77, 500, batch=1, heads=6, kv_heads=3, d=64, dv=32)
@@ -54,8 +53,9 @@ def error(actual, truth):
 
 def recipe_of(text, device="cpu"):
     recipe = ise.Recipe.parse(text)
-    learns = recipe.temperature is not None and recipe.temperature.learns
-    return replace(recipe, temperature=recipe.temperature.to(device)) if learns else recipe
+    for part in recipe.learned:
+        part.to(device)
+    return recipe
 
 
 def check_gradients(text, setting, causal, dtype, device, backend):
@@ -355,7 +355,7 @@ def test_interpreted_and_traced_decoding_have_one_shape():
     q, k, v = (x.transpose(1, 2) for x in Setting(6, 2, heads=1, kv_heads=300, d=64, dv=32).tensors(torch.float32))
     bounds = torch.tensor([[[0, 300, 0, 0]]], dtype=torch.int32)
     turn = compute_angles(torch.zeros(1, 1), torch.ones(32), torch.float32)
-    given = ([q, k, v], bounds, list(turn), [True, False], None, 0.125, False)
+    given = ([q, k, v], bounds, list(turn), [True, False], [None, torch.ones(1, 1, 1)], 0.125, False)
     torch.library.opcheck(torch.ops.isentrope.decode.default, given, test_utils=("test_schema", "test_faketensor"))
 
 

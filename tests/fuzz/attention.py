@@ -126,7 +126,9 @@ def case(seed: int) -> Case:
         rows=rows, scale=None if make.random() < 0.7 else make.choice((0.02, 0.3, 1.0)),
         spoiled=make.choice((0.0, torch.nan, torch.inf, -torch.inf)), strided=make.random() < 0.2, **sizes,
     )  # fmt: skip
-    parts = (position(make, drawn.d), temperature(make, keys), mask(make, keys), score(make))
+    method = position(make, drawn.d)
+    laws = far_laws(make, keys) if "window=" in method and make.random() < 0.7 else temperature(make, keys)
+    parts = (method, laws, mask(make, keys), score(make))
     object.__setattr__(drawn, "recipe", build(*parts, drawn))
     return drawn
 
@@ -159,13 +161,27 @@ def temperature(make: random.Random, keys: int) -> str:
             "", "", "constant", "loglength", f"softmaxplus:base={trained + 0.5}", f"logn:train_length={trained}",
             f"yarntemperature:train_length={trained}", "yarntemperature:factor=16", f"infoscale:train_length={trained}",
             f"infoscale:train_length={trained},epsilon={make.choice((-1.0, 0.3))}", f"llama4:floor={trained}",
-            f"infoscaleexact:train_length={trained}", "ssmax:heads={heads},bias=True",
+            f"infoscaleexact:train_length={trained}", f"power:train_length={trained}",
+            f"power:train_length={trained},gamma={{table}}", "ssmax:heads={heads},bias=True",
             f"fitted:lengths=({trained},{2 * trained},{9 * trained}),table=(1.0,1.4,0.8)",
         )
     )  # fmt: skip
     if not name or name.startswith("ssmax") or make.random() < 0.4:
         return name
     return name + (options if ":" in name else ":" + options[1:])
+
+
+def far_laws(make: random.Random, keys: int) -> str:
+    """Temperatures and a share law, of near and far keys."""
+    laws = []
+    for kind in make.choice((("near",), ("far",), ("near", "far"), ("far", "near"), ())):
+        law = temperature(make, keys)
+        laws += [law + ("," if ":" in law else ":") + f"keys={kind}"] if law else []
+    if not laws or make.random() < 0.7:
+        beta = make.choice((0, 0.5, 1, -1.5, 4, "{table}"))
+        share = f"share:beta={beta},reference={make.choice((1, 2, 7, 30))},count={make.choice(('far', 'visible'))}"
+        laws.insert(make.randint(0, len(laws)), share)
+    return "+".join(laws)
 
 
 def mask(make: random.Random, keys: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import isentrope as ise
-from tests.contract.matrix import CPU_BACKENDS, MASKS, POSITIONS, SCORES, TEMPERATURES
+from tests.contract.matrix import CPU_BACKENDS, FAR_LAWS, FAR_POSITIONS, MASKS, POSITIONS, SCORES, TEMPERATURES
 
 Mutant = str | dict[Any, Any]
 
@@ -56,8 +56,10 @@ def values() -> tuple[Any, ...]:
 def seeds_of_recipes(random_: random.Random) -> ise.Recipe:
     """A valid recipe, of every part with every other."""
     parts = [random_.choice(kind) for kind in (POSITIONS, TEMPERATURES, SCORES, MASKS)]
+    if parts[0] in FAR_POSITIONS:
+        parts[1] = random_.choice(FAR_LAWS)
     text = "+".join(part for part in parts if part) or "plain"
-    return ise.Recipe.parse(text.format(d=HEAD_DIM, heads=HEADS))
+    return ise.Recipe.parse(text.format(d=HEAD_DIM, heads=HEADS, table=(0.5, -1.0, 0.25, 2.0)))
 
 
 def mutants(seed: int, count: int) -> Iterator[Mutant]:

@@ -187,6 +187,13 @@ def test_describe_says_what_is_done():
     assert windowed.distances == (1, None, None, None, None, None)
     assert [tau for (tau,) in windowed.tau] == pytest.approx([log(WINDOW) / log(32)] * 5)
     assert layer("bert", "window:size=24").distances[:2] == (1, None)
+    assert both.far_tau == both.tau and both.far_bias == ((0.0,),) * 5 and windowed.far_tau is windowed.far_bias is None
+    far = layer("llama", "rerope:window=32+logn:train_length=64,keys=far+share:beta=(1,0,0.5,-1)")
+    assert far.tau[0] == (1.0,) and far.far_tau[0] == pytest.approx([10 / 6])
+    assert far.far_bias[0] == pytest.approx([-beta * log((1024 - 32) / 32) for beta in (1, 0, 0.5, -1)])
+    assert (
+        "near τ    1024→1 " in str(far) and "far τ     1024→1.667 " in str(far) and "far bias  1024→-3.43–" in str(far)
+    )
 
 
 CAUSAL = [name for name, family in FAMILIES.items() if not family.bidirectional]

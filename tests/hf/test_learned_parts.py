@@ -10,6 +10,8 @@ from tests.fixtures.dense_llama import HEAD_DIM, HEADS, dense_logits, theta
 from tests.fixtures.finetuning import memorise, next_token_loss, part, sample_beyond_one
 from tests.fixtures.models import TRAINED, extend, llama, tokens
 
+PAIR = "rerope:window=16+ssmax:keys=near+ssmax:bias=true,keys=far+share:beta=1"
+
 
 @pytest.mark.parametrize("recipe", ["cosine:alpha=16", "cosine:alpha=16+infoscale", "alibi", "ssmax", "nope"])
 def test_training_from_scratch(recipe):
@@ -70,7 +72,7 @@ def test_clex_trains():
             torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["clex:max_factor=3", "ssmax", "ssmax:bias=true", "rerope:window=16+ssmax"])
+@pytest.mark.parametrize("recipe", ["clex:max_factor=3", "ssmax", "ssmax:bias=true", PAIR])
 def test_learned_parts_by_finite_differences(recipe):
     ids = tokens(2, 2 * TRAINED + 5)
     model = extend(llama(initializer_range=0.2).double(), recipe)
@@ -114,6 +116,18 @@ def test_ssmax_learns_in_every_layer():
     before = laws[0].slope.detach().clone()
     model.to(torch.bfloat16)
     assert torch.equal(laws[0].slope, before.to(torch.bfloat16))
+
+
+def test_a_pair_learns_in_every_layer():
+    model = extend(llama(initializer_range=0.1), PAIR).train()
+    plain = {name for name, _ in llama().named_parameters()}
+    added = {name: x for name, x in model.named_parameters() if name not in plain}
+    assert sorted({name.split("temperature.")[1] for name in added}) == ["far.offset", "far.slope", "near.slope"]
+    assert len(added) == 6
+    memorise(model, tokens(2, 40), 2)
+    assert all(x.shape == (HEADS,) and x.grad.abs().min() > 0 for x in added.values())
+    alone = extend(llama(), "rerope:window=16+ssmax:keys=far")
+    assert {name.split("temperature.")[1] for name in alone.state_dict().keys() - plain} == {"far.slope"}
 
 
 def test_a_recipe_given_twice_is_not_shared():

@@ -17,6 +17,8 @@ from tests.fixtures.models import llama, tokens
 
 IDS = tokens(1, 24)
 PER_HEAD = ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2], [1.0, 1.5], [1.0, 2.0], [1.0, 3.0]]))
+EXPONENTS = (0.5, -1.0, 1.5, 0.0)
+BRANCHES = ise.Recipe(None, ise.ReRoPE(8), ise.Power(8, EXPONENTS, keys="far"), None, ise.Share([EXPONENTS], 2))
 UNTRAINED = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
 
@@ -55,7 +57,7 @@ def attended(model, recipe):
 
 
 @UNTRAINED
-@pytest.mark.parametrize("recipe", ["alibi", PER_HEAD, "rerope:window=8"], ids=["alibi", "fitted", "rerope"])
+@pytest.mark.parametrize("recipe", ["alibi", PER_HEAD, BRANCHES], ids=["alibi", "fitted", "near and far"])
 def test_tensor_parallel_heads_are_those_of_the_whole_model(recipe):
     whole = attended(llama(num_hidden_layers=1), recipe)
     parts = [attended(share(rank), recipe) for rank in range(2)]
@@ -65,6 +67,8 @@ def test_tensor_parallel_heads_are_those_of_the_whole_model(recipe):
 def test_tensor_parallel_refusals_name_all_heads():
     with pytest.raises(ValueError, match=r"llama: has 4 attention heads.*has 2"):
         ise.extend(share(0), ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2]] * 2)))
+    with pytest.raises(ValueError, match=r"llama: has 4 attention heads, share:beta=\(1,2,\),reference=56 has 2"):
+        ise.extend(share(0), "rerope:window=8+share:beta=(1,2)")
     with (
         pytest.warns(UserWarning, match="was not trained"),
         pytest.raises(
@@ -136,7 +140,7 @@ def in_process(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     whole, part = (AutoModelForCausalLM.from_pretrained(folder, **options) for options in ({}, {"tp_plan": "auto"}))
-    for recipe in ("alibi", PER_HEAD, "rerope:window=8"):
+    for recipe in ("alibi", PER_HEAD, BRANCHES, "rerope:window=8"):
         with torch.no_grad(), ise.extended(whole, recipe, allow_untrained=True) as model:
             expected = model(IDS).logits
         with torch.no_grad(), ise.extended(part, recipe, allow_untrained=True) as model:

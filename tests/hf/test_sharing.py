@@ -348,11 +348,22 @@ def test_native_export_of_a_window(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", [RECIPE, "infoscale", "yarn:factor=4+infoscale", "window:size=24", "sink:sinks=4,size=24", "logn"]
+    "recipe",
+    [
+        "rerope:window=8+share",
+        "rerope:window=8+logn:keys=near+logn:keys=far",
+        RECIPE,
+        "infoscale",
+        "yarn:factor=4+infoscale",
+        "window:size=24",
+        "sink:sinks=4,size=24",
+        "logn",
+    ],
 )
 def test_what_transformers_has_not_is_not_exported(recipe, tmp_path):
-    with pytest.raises(ValueError, match="no form of its own"):
+    with pytest.raises(ValueError, match="no form of its own") as caught:
         ise.export(ise.extend(llama(), recipe), tmp_path / "native")
+    assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

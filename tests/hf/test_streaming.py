@@ -24,7 +24,9 @@ YARN = {
     "original_max_position_embeddings": TRAINED,
     "attention_factor": 1.0,
 }
-RECIPES = [SINK, LAMBDA, f"yarn:factor=2+{SINK}", f"{SINK}+infoscale:train_length=8", f"rerope:window=12+{SINK}"]
+RECIPES = [SINK, LAMBDA, f"yarn:factor=2+{SINK}", f"{SINK}+infoscale:train_length=8"]
+FAR_LAWS = "logn:train_length=8,keys=far+share:beta=1,reference=2"
+RECIPES += [f"{LAMBDA}+{FAR_LAWS}", f"rerope:window=12+{SINK}+{FAR_LAWS}"]
 EXACT = {"atol": 1e-9, "rtol": 0}
 # a full cache and one token are no longer than what the recipe leaves alone: there the model's own angles are used,
 # which transformers rounds to fp32

@@ -40,14 +40,17 @@ def test_methods_get_the_length_the_model_was_trained_at():
     assert (clex.train_length, clex.dim) == (64, 32)
 
 
-def test_a_saved_model_under_another_recipe(tmp_path):
+FAR_LAWS = "rerope:window=8+power:keys=near+power:gamma=((0.1,),(-0.2,),(0.3,)),keys=far+share:beta=((1,),(0.5,),(0,))"
+
+
+@pytest.mark.parametrize("text", ["rerope:window=8+infoscale", FAR_LAWS])
+def test_a_saved_model_under_another_recipe(text, tmp_path):
     gau, ids = model(max_position_embeddings=16), tokens()
     gau.save_pretrained(tmp_path)
-    text = "rerope:window=8+infoscale"
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, recipe=text, dtype=torch.float64).eval()
     expected = model(max_position_embeddings=16, recipe=text)
     assert loaded.config.recipe == expected.config.recipe
-    assert expected.config.recipe["temperature"]["train_length"] == 16
+    assert ise.Recipe.from_dict(expected.config.recipe).temperatures[0].train_length == 16
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
         assert not torch.equal(loaded(ids).logits, gau(ids).logits)
@@ -80,6 +83,25 @@ def test_ssmax_begins_near_one(start, tmp_path):
         assert layer.gau.recipe.temperature.slope.item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("backend", ["dense", "chunked", "reference"])
+def test_laws_for_near_and_far_keys_of_each_layer(backend):
+    """Each layer has its row of a table; far keys are those of a row without its padding, on both sides."""
+    gau, ids = model(max_position_embeddings=16, recipe=FAR_LAWS), tokens()
+    laws = [layer.gau.recipe for layer in gau.gau_alpha.encoder.layer]
+    assert [law.share.beta for law in laws] == [(1.0,), (0.5,), (0.0,)]
+    assert [law.resolve().share.reference for law in laws] == [8, 8, 8]
+    assert [law.temperatures[1].gamma for law in laws] == [(0.1,), (-0.2,), (0.3,)]
+    mask = torch.ones_like(ids)
+    mask[1, 21:] = 0
+    with torch.no_grad():
+        whole = gau(ids, attention_mask=mask, backend=backend).logits
+        row = gau(ids[1:, :21], backend="reference").logits
+        torch.testing.assert_close(whole[1:, :21], row, rtol=0, atol=1e-11)
+        short = model(max_position_embeddings=16, recipe="rerope:window=8")
+        assert torch.equal(gau(ids[:, :16], backend=backend).logits, short(ids[:, :16], backend=backend).logits)
+        assert not torch.allclose(gau(ids, backend=backend).logits, short(ids, backend=backend).logits)
+
+
 class HostCopies(TorchDispatchMode):
     """Notes what is copied from the host to another device."""
 
@@ -107,6 +129,7 @@ class HostCopies(TorchDispatchMode):
         "alibi",
         "clex:max_factor=3",
         "rerope:window=8",
+        "rerope:window=8+power:keys=far+share",
     ],
 )
 def test_a_training_step_waits_for_nothing_of_the_host(recipe, pose):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.recipe import KINDS
-from isentrope.report.figures.perplexity import TEMPERATURES
+from isentrope.report.figures.perplexity import SHARE, TEMPERATURES, _split_recipe
 from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
@@ -159,3 +159,16 @@ def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path) -> None:
 def test_the_figure_of_perplexity_knows_every_temperature() -> None:
     """It may not import torch, and so keeps their names itself."""
     assert sorted(TEMPERATURES) == sorted(part.name() for part in KINDS["temperature"])
+    assert [part.name() for part in KINDS["share"]] == [SHARE]
+
+
+def test_the_figure_of_perplexity_groups_by_laws() -> None:
+    texts = {
+        "rerope:window=8": ("rerope:window=8", "no temperature"),
+        "infoscale:train_length=4": ("plain", "+ infoscale"),
+        "rerope:window=8+logn:train_length=4,keys=far+share:beta=0.5,reference=3": (
+            "rerope:window=8", "+ logn far + share 0.5",
+        ),
+        "rerope:window=8+share:beta=(1,0.5,)+causal": ("rerope:window=8+causal", "+ share"),
+    }  # fmt: skip
+    assert {text: _split_recipe(text) for text in texts} == texts

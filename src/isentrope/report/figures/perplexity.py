@@ -18,15 +18,17 @@ from isentrope.utils.files import RERUN_REMEDY
 MAX_RATIO_TO_BEST = 1.5  # of the worst buckets: recipes up to here are in the second panel
 MARKERS = "os^D"
 TEMPERATURES = (
-    "infoscale", "infoscaleexact", "logn", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted", "ssmax",
-    "constant",
+    "infoscale", "infoscaleexact", "logn", "power", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted",
+    "ssmax", "constant",
 )  # fmt: skip
+SHARE = "share"
 
 
 def draw_perplexity(results: Path) -> list[Path]:
     """Draw perplexity against position for each recipe of `perplexity.json`, beside it: all, and the stable ones.
 
-    A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for a temperature.
+    A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for temperatures
+    and a share law.
     """
     data = read_results(results, RERUN_REMEDY)
     edges, rows = data["config"]["edges"], data["rows"]
@@ -67,8 +69,15 @@ def draw_perplexity(results: Path) -> list[Path]:
 
 
 def _split_recipe(recipe: str) -> tuple[str, str]:
-    """Split a recipe's text into its method and its temperature."""
+    """Split a recipe's text into its method and its laws: temperatures and a share law."""
     parts = recipe.split("+")
-    temperature = [part.split(":")[0] for part in parts if part.startswith(TEMPERATURES)]
-    method = "+".join(part for part in parts if not part.startswith(TEMPERATURES)) or "plain"
-    return method, f"+ {temperature[0]}" if temperature else "no temperature"
+    laws = [part for part in parts if part.startswith((*TEMPERATURES, SHARE))]
+    method = "+".join(part for part in parts if part not in laws) or "plain"
+    return method, " ".join(f"+ {_shorten_law(law)}" for law in laws) or "no temperature"
+
+
+def _shorten_law(law: str) -> str:
+    """Return a law's name, with the keys it is for and a β that is one number."""
+    name, _, options = law.partition(":")
+    values = [option.partition("=")[2] for option in options.split(",") if option.startswith(("keys=", "beta="))]
+    return " ".join([name, *(value for value in values if "(" not in value)])

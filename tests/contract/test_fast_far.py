@@ -1,0 +1,161 @@
+"""The kernels that only a GPU has, with laws for near and far keys, against the dense reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isentrope.attention import attention
+from tests.contract.matrix import Setting
+from tests.contract.test_fast import (
+    FEWER,
+    HALVES,
+    LARGE,
+    NARROW,
+    ROWS,
+    SQUARE,
+    check_band,
+    check_decoding,
+    check_gradients,
+    error,
+    hopper,
+    interprets,
+    recipe_of,
+    shortened,
+)
+
+TABLE = "(0.5,-1,0,2,0.25,1)"
+FAR_LAWS = (
+    "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
+    f"leakyrerope:window=24,leak=4+power:train_length=16,gamma={TABLE},keys=far+share:beta={TABLE},reference=4",
+    "selfextend:window=24,group=4+infoscale:train_length=16,keys=near+share:beta=1,reference=30,count=visible",
+    "rerope:window=24+cosine:alpha=16+logn:train_length=16,keys=near+ssmax:heads=6,bias=True,keys=far+share:beta=-0.5",
+)
+# far keys are the sinks of LM-Infinite alone
+SINKS = (
+    "rerope:window=24+lambda:sinks=5,window=24+logn:train_length=16,keys=far+share:beta=1,reference=1",
+    f"rerope:window=24+lambda:sinks=40,window=24+logn:train_length=16,keys=near+share:beta={TABLE},reference=2",
+)
+
+
+@interprets
+@pytest.mark.parametrize(("rows", "dtype"), HALVES, ids=str)
+@pytest.mark.parametrize("text", FAR_LAWS[1:] + SINKS[:1])
+def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
+    check_decoding(text, rows, dtype, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+def test_band_of_near_and_far_keys_interpreted(text):
+    check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+
+
+@interprets
+def test_band_of_fewer_queries_interpreted():
+    for text in SINKS:
+        check_band(text, True, shortened(FEWER), torch.float32, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("text", FAR_LAWS[:2])
+def test_band_backward_of_near_and_far_keys_interpreted(text):
+    check_gradients(text, shortened(NARROW), True, torch.float32, "cpu", "band")
+
+
+class LearnedShare(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.linspace(-0.5, 1.5, 6, device=device))
+
+    def bias(self, n_far):
+        return -self.beta.to(n_far.dtype)[:, None] * n_far.log()
+
+
+def check_learned_share(backend, setting, dtype, device):
+    q, k, v = setting.tensors(dtype, device)
+    share = LearnedShare(device)
+    recipe = replace(recipe_of("rerope:window=24+logn:train_length=16,keys=far"), share=share)
+    grads = []
+    for kind, name in ((dtype, backend), (torch.float64, "reference")):
+        inputs = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, recipe, causal=True, backend=name)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device=device, dtype=torch.float64).view_as(out)
+        grads.append(torch.autograd.grad((out.double() * weights).sum(), (*inputs, share.beta)))
+    near = 2e-4 if dtype == torch.float32 else 4e-2
+    for ours, truth in zip(*grads, strict=True):
+        assert error(ours, truth.double()) < near
+
+
+@interprets
+def test_beta_is_learned_through_the_interpreted_band():
+    check_learned_share("band", shortened(NARROW), torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", ["", "lengths", "left"])
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+def test_decoding_near_and_far_keys(text, rows, dtype):
+    check_decoding(text, rows, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+def test_band_of_near_and_far_keys(text):
+    for setting in (SQUARE, NARROW, LARGE, *((FEWER,) if text in SINKS else ())):
+        check_band(text, True, setting, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("text", FAR_LAWS)
+def test_band_backward_of_near_and_far_keys(text):
+    for setting in (SQUARE, LARGE):
+        check_gradients(text, setting, True, torch.bfloat16, "cuda", "band")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "chunked", "dense"])
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+def test_near_and_far_keys_forward_and_backward(text, backend, causal):
+    for setting in ROWS[:1] if backend == "flex" else ROWS:
+        check_gradients(text, setting, causal, torch.bfloat16, "cuda", backend)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("backend", ["sdpa", "band", "flex", "chunked", "dense"])
+def test_beta_is_learned(backend):
+    check_learned_share(backend, SQUARE, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@hopper
+def test_laws_for_near_and_far_keys_go_where_the_method_goes():
+    q, k, v = Setting(300, 300, heads=6, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+    for text in (FAR_LAWS[0], *SINKS):
+        assert attention(q, k, v, text, causal=True, return_lse=True)[1].backend == "band"
+    assert attention(q[:, :, :1], k, v, FAR_LAWS[0], causal=True, return_lse=True)[1].backend == "decode"
+
+
+@pytest.mark.gpu
+@hopper
+def test_inside_the_training_length_kernels_change_nothing():
+    """Bit for bit: τ = 1 and a bias of 0, in band, decode and their backward."""
+    law = "logn:train_length=400,keys=far+share:beta=2"
+    for queries in (333, 1):
+        tensors = Setting(queries, 333, heads=6, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+        results = []
+        for text in ("rerope:window=24", f"rerope:window=24+{law}"):
+            q, k, v = (x.detach().clone().requires_grad_(queries > 1) for x in tensors)
+            out, aux = attention(q, k, v, text, causal=True, return_lse=True)
+            grads = torch.autograd.grad(out.float().square().sum(), (q, k, v)) if queries > 1 else ()
+            results.append((aux.backend, out.detach(), aux.lse, *grads))
+        assert results[0][0] == results[1][0]
+        for plain, law_result in zip(results[0][1:], results[1][1:], strict=True):
+            assert torch.equal(plain, law_result)
