@@ -46,9 +46,9 @@ def test_a_known_law_is_found(monkeypatch):
     model = llama(**SMALL)
     with ise.extended(model, "rerope:window=8+power:gamma=-0.4,keys=far+share:beta=2"):
         rows = model.generate(torch.randint(1, 97, (16, 1)), do_sample=True, top_k=0, max_length=64)
-    laws = make_laws("rerope:window=8", (16, 32, 64), 2, 8)
+    laws = make_laws("rerope:window=8+share:beta=0.5", (16, 32, 64), 2, 8)
     start, history = laws.choose_start({}), []
-    np.testing.assert_allclose(start, [[[closed_law(16, 8).share.beta, 0]]])
+    np.testing.assert_allclose(start, [[[0.5, 0]]])
     descent.fit_law(FitProblem(model, laws, list(rows), start), history, lambda: None)
     best = min(history, key=lambda row: row["objective"])
     beta, gamma = best["values"][0][0]
@@ -63,7 +63,6 @@ def test_the_fit_starts_from_the_law_in_the_recipe():
     start = given.choose_start({})
     np.testing.assert_allclose(start, [[[1, np.log(tau.item()) / np.log(4)]]], rtol=1e-6)
     assert [*given.build_closed()][-2:] == ["closed", "given"]
-    assert [*make_laws("rerope:window=8", (16, 64), 2, 8).build_closed()][-1] == "closed"
     kept = given.build(start)  # near keys keep what they had
     assert [(law.name(), law.keys) for law in kept.temperatures] == [("infoscale", "near"), ("power", "far")]
     near = given.build(given.add_near(start))
@@ -71,8 +70,17 @@ def test_the_fit_starts_from_the_law_in_the_recipe():
     for law in near.temperatures:
         torch.testing.assert_close(law.scale(torch.tensor(64.0, dtype=torch.float64), 8), tau, rtol=1e-3, atol=0)
     assert make_laws("rerope:window=8+logn:keys=far", (16, 64), 2, 8).choose_start({})[0, 0, 0] == 0
-    bare = make_laws("rerope:window=8+share:beta=0.5", (16, 64), 2, 8)
-    assert len(bare.build(bare.choose_start({})).temperatures) == 1
+
+
+def test_without_a_law_in_the_recipe_the_fit_starts_from_the_closed_one():
+    laws, n = make_laws("rerope:window=8", (16, 64), 2, 8), torch.tensor(64.0)
+    closed, start = laws.build_closed(), laws.build(laws.choose_start({}))
+    assert [*closed][-1] == "closed" and len(start.temperatures) == 1
+    law = closed_law(16, 8)
+    assert closed["closed"].share == law.share and closed["closed"].temperature == law.temperature
+    torch.testing.assert_close(start.share.bias(n), law.share.bias(n), rtol=1e-3, atol=0)
+    tau = torch.ones(()) if law.temperature is None else law.temperature.scale(n, 8)
+    torch.testing.assert_close(start.temperature.scale(n, 8), tau, rtol=1e-3, atol=0)
 
 
 def test_all_levels_and_their_results(tmp_path):
@@ -90,6 +98,14 @@ def test_all_levels_and_their_results(tmp_path):
     assert set(map(tuple, rows["head"]["tau_near"]["rows"])) == {(1.0, 1.0, 1.0)}
     assert "fitted, near keys too" in print_table(tmp_path / "calibrate.json")
     assert draw_calibration(tmp_path / "calibrate.json")
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=64", "rerope:window=8+window:size=6"])
+def test_without_far_keys_nothing_is_fitted(recipe):
+    lines = []
+    actual = fit_laws(llama(**SMALL), texts(), CalibrationConfig(64, recipe), notify=lines.append)
+    assert lines[-1] == "scalar: not fitted (no key is far)"
+    assert actual.chosen == "closed" and len({row["perplexity"][-1] for row in actual.rows[4:]}) == 1
 
 
 def test_few_texts_give_no_interval(tmp_path):
@@ -113,7 +129,7 @@ def modules():
 def test_retrieval_changes_what_is_fitted(modules, tmp_path):
     model, prompts = load_on_device(LLAMA, "cpu", "float32"), PromptFormat.from_tokenizer(load_tokenizer(LLAMA))
     passkeys = hide_passkeys(modules, prompts, 512, 0)
-    assert passkeys == hide_passkeys(modules, prompts, 512, 0)
+    assert passkeys[modules[0].sha256] == hide_passkeys(modules[:1], prompts, 512, 0)[modules[0].sha256]
     assert len({prompt.example.depth for prompt in passkeys.values()}) > 1
     assert all(400 < prompt.total <= 512 for prompt in passkeys.values())
 

@@ -77,7 +77,11 @@ def mean_answer_loss(model: PreTrainedModel, prompt: Prompt) -> Tensor:
 
 
 def loss_and_gradient(problem: FitProblem, values: Tensor) -> Evaluation:
-    """Compute the mean losses, and the gradient of their weighted sum in `values`, with which the model runs."""
+    """Compute the mean losses, and the gradient of their weighted sum in `values`, with which the model runs.
+
+    Raises:
+        StopFit: the values have no effect, since a window covers the texts or a mask hides what is beyond it.
+    """
     model, edges = problem.model, problem.laws.knots
     totals, gradient = [0.0, 0.0], torch.zeros_like(values, dtype=torch.float64)
     config = model.config.get_text_config()
@@ -85,6 +89,8 @@ def loss_and_gradient(problem: FitProblem, values: Tensor) -> Evaluation:
 
     def add(term: int, weight: float, loss: Tensor) -> None:
         nonlocal gradient
+        if not loss.requires_grad:
+            raise StopFit("no key is far")
         gradient += weight * torch.autograd.grad(loss, values)[0]
         totals[term] += loss.item()
 
