@@ -32,6 +32,7 @@ from tests.fixtures.models import llama, tokens
 RECIPES = (
     "rope",
     "rerope:window=16+infoscale:train_length=24",
+    "rerope:window=16+logn:train_length=24,keys=near+power:train_length=24,keys=far+share:beta=2",
     "cosine:alpha=16",
     "rope+window:size=12",
     "alibi",
@@ -61,7 +62,11 @@ def dense(seen, position=True):
     return reference.compute_weights(build_call(inputs, recipe.resolve()))[0]
 
 
-EXTENDED = ("rerope:window=16+infoscale:train_length=32", "yarn:factor=4", "sink:sinks=2,size=20")
+EXTENDED = (
+    "rerope:window=16+logn:train_length=32,keys=far+share:beta=(1,2,0,-1)",
+    "yarn:factor=4",
+    "sink:sinks=2,size=20",
+)
 MODELS = (
     *(pytest.param(lambda recipe=recipe: gau(recipe), id=f"gau {recipe}") for recipe in RECIPES),
     pytest.param(llama, id="llama"),
@@ -162,6 +167,16 @@ def test_histograms_are_those_of_the_cosines():
     assert moved.max() <= 2  # a cosine on an edge may fall to either side
     weighted, _ = np.histogram(cosine, COSINE_BINS, (-1, 1), weights=torch.softmax(16 * cosine, -1))
     assert np.abs(np.cumsum(weighted) - np.cumsum(attended.numpy())).max() < 0.5
+
+
+def test_a_share_law_moves_weights_and_no_cosines():
+    seen = watched(gau("rerope:window=16"), tokens(1, 50))[0]
+    pairs, attended = weights.cosine_histograms(seen)
+    law = replace(seen, recipe=replace(seen.recipe, share=ise.Share(3.0, 1)))
+    biased_pairs, biased = weights.cosine_histograms(law)
+    assert torch.equal(biased_pairs, pairs) and not torch.allclose(biased, attended)
+    expected, _, _ = weights.score_map(seen, HeatmapWindow(0, 50, 0, 50))
+    assert torch.equal(weights.score_map(law, HeatmapWindow(0, 50, 0, 50))[0], expected)
 
 
 @pytest.mark.parametrize("make", MODELS)

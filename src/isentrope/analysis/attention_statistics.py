@@ -79,7 +79,9 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
     """
     branches = _fold_branches(captured)
     angles = [
-        replace(branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None)
+        replace(
+            branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None, offset=None
+        )
         for branch in branches
     ]
     pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=captured.q.device)
