@@ -33,7 +33,7 @@ from isentrope.temperatures import Fitted
 from tests.fixtures.models import llama, tokens
 
 SMALL = {"max_position_embeddings": 16}
-CONFIG = CalibrationConfig(64, "ntk:factor=4")
+CONFIG = CalibrationConfig(64, "rerope:window=8")
 pytestmark = pytest.mark.usefixtures("on_one_thread")
 
 
@@ -204,7 +204,7 @@ def test_a_budget_ends_the_fit_and_a_larger_one_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "loss_and_gradient", slow)
 
     def fit(budget, **options):
-        config = CalibrationConfig(64, "ntk:factor=4", budget=parse_seconds(budget), **options)
+        config = CalibrationConfig(64, "rerope:window=8", budget=parse_seconds(budget), **options)
         return fit_laws(llama(**SMALL), texts(), config, tmp_path, notify=silent)
 
     assert fit("1s", levels=()).data["fits"] == {}
