@@ -160,9 +160,9 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
         "infoscale",
         f"yarn:factor={factor}+yarntemperature:factor={factor}",
         f"rerope:window={half}",
-        f"rerope:window={half}+infoscale",
+        f"rerope:window={half}+share",
         f"selfextend:window={half},group={group}",
-        f"selfextend:window={half},group={group}+infoscale",
+        f"selfextend:window={half},group={group}+share",
         f"sink:sinks=4,size={max(1, trained - 4)}",
         f"rerope:window={most}+lambda:sinks=5,window={most}",
     )
