@@ -69,7 +69,7 @@ def test_padding_is_never_read(backend, kind, queries):
     live = ~slots[:, None] if queries == KEYS else torch.ones(2, 1, queries, dtype=torch.bool)
     clean = tensors(queries)
     gradients = backend != "flex"
-    for recipe in ("rope", "rerope:window=3+infoscale:train_length=4", "alibi", "cosine:alpha=16+rope"):
+    for recipe in ("rope", "rerope:window=3+logn:train_length=4,keys=far+share", "alibi", "cosine:alpha=16+rope"):
         expected = results(clean, recipe, backend, options, gradients, live)
         for bad in BAD:
             ours = results(spoiled(clean, slots, bad), recipe, backend, options, gradients, live)

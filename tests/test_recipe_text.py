@@ -123,7 +123,7 @@ def test_recipes_with_learned_parts_survive_text_and_json(clex, ssmax):
         "plain",
         "yarn:factor=16+infoscale:train_length=64+cosine:alpha=128",
         "selfextend:window=1024,group=8+logn:train_length=2048",
-        "rerope:window=64+logn:train_length=64,keys=near+power:train_length=64,gamma=(0.1,-0.2,),keys=far+causal+share",
+        "rerope:window=64+logn:train_length=64,keys=near+power:train_length=64,gamma=(0.1,-0.2,),keys=far+causal+share:beta=1",
         "rerope:window=64+share:beta=((1,0.5,),(0,-1,),),reference=64,count=visible",
         "rope+window:size=64&sink:size=8|lambda:window=16",
         "rope+(window:size=64|causal)&sink:size=8",

@@ -26,7 +26,7 @@ from tests.contract.test_fast import (
     shortened,
 )
 
-TABLE = "(0.5,-0.25,0,0.4,0.2,-0.5)"  # a larger τ multiplies what half precision rounds
+TABLE = "(0.3,-0.2,0,0.2,0.1,-0.3)"  # half precision rounds what a larger τ multiplies
 FAR_LAWS = (
     "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
     f"leakyrerope:window=24,leak=4+power:train_length=16,gamma={TABLE},keys=far+share:beta={TABLE},reference=4",

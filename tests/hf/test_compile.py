@@ -12,9 +12,12 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import isentrope as ise
 from tests.fixtures.models import llama, tokens
 
+NEAR_AND_FAR = (
+    "rerope:window=32+infoscale:train_length=64,keys=near+power:train_length=40,keys=far+share:beta=(0.5,1,0,-1)"
+)
 RECIPES = [
     "infoscale",
-    "rerope:window=32+infoscale:train_length=64",
+    NEAR_AND_FAR,
     "selfextend:window=32,group=4",
     "sink:sinks=4,size=24",
     "window:size=24",
@@ -89,7 +92,7 @@ def test_decoding_compiles_once(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", ["infoscale", "rerope:window=32+infoscale:train_length=64"])
+@pytest.mark.parametrize("recipe", ["infoscale", NEAR_AND_FAR])
 def test_generate_compiles_with_a_static_cache(recipe):
     """As it does by itself on a GPU; the rows have different lengths."""
     model, ids = extended(recipe), tokens(2, 50)
@@ -103,7 +106,7 @@ def test_generate_compiles_with_a_static_cache(recipe):
     assert torch.equal(out, model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("recipe", ["rerope:window=32+infoscale:train_length=64", "yarn:factor=4"])
+@pytest.mark.parametrize("recipe", [NEAR_AND_FAR, "yarn:factor=4"])
 def test_packed_rows(recipe):
     model, ids = extended(recipe), tokens(1, 100)
     positions = torch.cat((torch.arange(40), torch.arange(60)))[None]
@@ -127,7 +130,7 @@ def test_positions_that_jump_are_not_taken_for_others():
 
 def test_lengths_that_change_do_not_compile_for_ever():
     """torch takes a length for a variable when it has seen a second one, as it does in a plain model."""
-    model = extended("rerope:window=32+infoscale:train_length=64")
+    model = extended(NEAR_AND_FAR)
     fast, counter = compiled(model, "eager")
     with torch.no_grad():
         for length in (100, 90, 80):

@@ -16,7 +16,7 @@ RECIPES = (
     "infoscale",
     "yarn:factor=4+logn",
     "rerope:window=48+infoscale",
-    "leakyrerope:window=48+infoscale",
+    "leakyrerope:window=48+infoscale:keys=near+power:keys=far+share",
     "selfextend:window=48,group=4+infoscale",
     "sink:sinks=4,size=48",
     "rerope:window=48+lambda:sinks=5,window=48",

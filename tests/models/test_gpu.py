@@ -14,6 +14,7 @@ from isentrope.training.step import Stepper
 
 pytestmark = pytest.mark.gpu
 RECIPES = ("rope", "cosine:alpha=128", "alibi", "pi:factor=4+cosine:alpha=16", "clex", "rerope:window=8+infoscale")
+RECIPES += ("rerope:window=8+power:keys=far+share:beta=1",)
 
 
 def trained(recipe, compiled, captured=True, steps=8):

@@ -16,7 +16,7 @@ SOMEWHERE = {
     "plain": "rope",
     "CosScale": "rope+cosine:alpha=16",
     "ReRoPE": "rerope:window=8+infoscale",
-    "Leaky ReRoPE": "leakyrerope:window=8,leak=4",
+    "Leaky ReRoPE": "leakyrerope:window=8,leak=4+power:keys=far+share",
     "SelfExtend": "selfextend:window=8,group=4",
     "ALiBi": "alibi",
     "window": "window:size=5+infoscale:count=sequence",
