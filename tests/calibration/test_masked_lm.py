@@ -66,14 +66,14 @@ def test_far_keys_get_a_temperature_and_a_share(documents, recipe):
     model = build(recipe)
     law = fit_masked_law(model, *documents, LENGTH, TRAIN_LENGTH, MASK)
     power, share = law
-    assert power.keys == "far" and power.train_length == TRAIN_LENGTH and share.reference == TRAIN_LENGTH
+    assert power.keys == "far" and power.train_length == TRAIN_LENGTH and share.reference == TRAIN_LENGTH - 8
     assert abs(power.gamma * np.log(4)) <= 0.7001 and 0 <= share.beta <= 3
     assert all(layer.gau.recipe.share == share for layer in model.gau_alpha.encoder.layer)
     best = loss(model, documents, law)
-    closed = loss(model, documents, (Share(reference=TRAIN_LENGTH),))
+    closed = loss(model, documents, (Share(reference=8),))
     assert best <= min(loss(model, documents, ()), closed) + 1e-6
     pairs = product((-0.25, 0.0, 0.25), (0.0, 1.5, 3.0))
-    grid = [(Power(16, gamma, keys="far"), Share(beta, 16, count="visible")) for gamma, beta in pairs]
+    grid = [(Power(16, gamma, keys="far"), Share(beta, 8)) for gamma, beta in pairs]
     assert best <= min(loss(model, documents, each) for each in grid) + 1e-3
 
 

@@ -16,20 +16,18 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.closed_law import closed_law
 from isentrope.data.prepared import Documents
 from isentrope.evaluation.masked_lm import MAX_TOKENS_PER_FORWARD, MaskingProtocol, UnmeasurableError
 from isentrope.parts import Part
-from isentrope.share import Share
+from isentrope.share import DEFAULT_BETA, Share
 from isentrope.temperatures import Fitted, Power
-from isentrope.temperatures.laws import DEFAULT_GAMMA
 
 MAX_DOCUMENTS = 8
 PROTOCOL = MaskingProtocol("random", positions=512, seed=1)  # also short documents have hundreds of predictions
 TAU_BOUNDS, TAU_TOLERANCE = (0.5, 4.0), 0.01
 # of far keys: β and ln τ, where a search begins at the best of a grid
 BETA_BOUNDS, LOG_TAU_BOUNDS = (0.0, 3.0), (-0.7, 0.7)
-BETA_GRID, LOG_TAU_GRID = (0.0, 1.0, 1.5, 3.0), (-0.35, 0.0, 0.35)
+BETA_GRID, LOG_TAU_GRID = (0.0, DEFAULT_BETA, 1.5, 3.0), (-0.35, 0.0, 0.35)
 FIRST_STEPS = ((0.0, 0.0), (-0.3, 0.0), (0.0, 0.2))
 MAX_EVALUATIONS = 30
 
@@ -85,17 +83,15 @@ def _fit_temperature(compute_loss: Callable[[Law], float], length: int, train_le
 
 
 def _fit_far_keys(compute_loss: Callable[[Law], float], length: int, train_length: int, window: int) -> Law:
-    """Fit β and γ of far keys, whose logits become (n / n_tr)^γ s - β ln(max(n / n_tr, 1))."""
+    """Fit β and γ of far keys, whose logits become (n / n_tr)^γ s - β ln(max(n_far / n_ref, 1))."""
 
     def build(beta: float, log_tau: float) -> Law:
         gamma = round(float(log_tau) / log(length / train_length), 4)
-        share = Share(round(float(beta), 4), count="visible").resolve(train_length, window)
+        share = Share(round(float(beta), 4)).resolve(train_length, window)
         return Power(train_length, gamma, count="sequence", keys="far"), share
 
     # nothing and the closed law are of the grid, so that the result is never worse; the simpler one wins a tie
-    is_heated = closed_law(train_length, window).temperature is not None
-    heat = DEFAULT_GAMMA * log(length / train_length) / log(train_length) if is_heated else 0.0
-    grid = sorted({*product(BETA_GRID, LOG_TAU_GRID), (1.0, heat)}, key=lambda numbers: (numbers[0], abs(numbers[1])))
+    grid = sorted(product(BETA_GRID, LOG_TAU_GRID), key=lambda numbers: (numbers[0], abs(numbers[1])))
     start = min(grid, key=lambda numbers: compute_loss(build(*numbers)))
     bounds = np.array((BETA_BOUNDS, LOG_TAU_BOUNDS))
     best = minimize(
