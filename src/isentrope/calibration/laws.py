@@ -30,7 +30,7 @@ from isentrope.temperatures import Fitted, InfoScale, LogN, Power
 
 DIGITS = 4  # of a fitted value
 CURVE_POINTS = 33  # of a law in closed form
-LOG_TAU_STEP, BETA_STEP = 0.1, 0.25  # of ln τ at the last length, and of β
+LOG_TAU_STEP, BETA_STEP = 0.1, 0.5  # of ln τ at the last length, and of β
 
 
 @dataclass(frozen=True)

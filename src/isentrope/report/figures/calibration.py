@@ -17,6 +17,7 @@ from isentrope.report.figures.style import (
     DASHES,
     DOTS,
     GREY,
+    INK,
     LAW_STYLES,
     RC_PARAMS,
     save_figure,
@@ -28,13 +29,13 @@ CANDIDATE_STYLES = {
     "none": LAW_STYLES["constant"],
     "infoscale": LAW_STYLES["infoscale"],
     "logn": LAW_STYLES["logn"],
-    "power": (COLOURS[9], "P"),
+    "power": (COLOURS[7], "P"),
     "closed": (COLOURS[2], "D"),
     "given": (COLOURS[6], "d"),
     "scalar": (COLOURS[3], "o"),
     "layer": (COLOURS[1], "^"),
     "head": (COLOURS[4], "v"),
-    "near": (COLOURS[5], "*"),
+    "near": (INK, "*"),
 }
 CANDIDATE_OFFSET = 0.09  # between the candidates of a bucket; buckets are 1 apart
 
