@@ -24,7 +24,7 @@ LEVELS = (
     ("utils",),
     ("core", "parts", "head_tables"),
     ("scores", "masks", "temperatures", "positions", "share", "theory"),
-    ("recipe", "closed_law", "backends", "pretrained"),
+    ("recipe", "backends", "pretrained"),
     ("builder", "entropy"),
     ("dispatch",),
     ("attention",),

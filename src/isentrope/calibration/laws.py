@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from isentrope.closed_law import closed_law
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.hf.learned_laws import LearnedPower, LearnedShare, LearnedTemperature, learn_laws
@@ -252,5 +251,4 @@ def make_laws(text: str, knots: tuple[int, ...], layers: int, head_dim: int) -> 
 
 
 def _add_closed_law(base: Recipe, train_length: int) -> Recipe:
-    law = closed_law(train_length, base.position.near_window)
-    return replace(base, temperature=law.temperature, share=law.share)
+    return replace(base, share=Share().resolve(train_length, base.position.near_window))
