@@ -94,20 +94,20 @@ def test_far_keys_of_padded_rows_and_documents_are_those_of_the_row():
     [
         ("rerope:window=5+share:beta=0.5+logn:train_length=8", 3),
         ("rerope:window=5+share:beta=0.5+power:train_length=8,keys=far", 3),
-        ("rerope:window=5+share+loglength:keys=near+power:train_length=8,keys=far", 8),
+        ("rerope:window=5+share+loglength:keys=near+power:train_length=8,keys=far", 3),
         ("selfextend:window=5,group=2+share:beta=1+fitted:lengths=(9,12),table=(1,2)", 4),
         ("rerope:window=5+share:beta=1+logn:train_length=4", 1),  # nothing was far in training
         ("rerope:window=5+share:count=visible+logn:train_length=8", 8),
         ("rerope:window=5+share:reference=7+logn:train_length=8", 7),
-        ("rerope:window=5+share:beta=1", None),
         ("rerope:window=5+share", None),
+        ("rerope:window=5+share:count=visible", None),
     ],
 )
 def test_the_reference_follows_from_the_training_length(text, reference):
     recipe = Recipe.parse(text)
     assert recipe.resolve().share.reference == reference
     assert recipe.resolve().resolve() is recipe.resolve() is recipe.resolve()
-    own = {"rerope:window=5+share:beta=1": 95, "rerope:window=5+share": 100}.get(text, reference)
+    own = {"rerope:window=5+share": 95, "rerope:window=5+share:count=visible": 100}.get(text, reference)
     for filled in (recipe.fill_train_length(100), Recipe.parse(text, train_length=100)):
         assert filled.share.reference == own
     assert Recipe.from_dict(recipe.to_dict(), train_length=100).share.reference == own

@@ -44,10 +44,10 @@ from tests.fixtures.errors import call, refused
             "rerope:window=4+constant:keys=far+constant:keys=near+constant:keys=near",
             ["one temperature", "constant:keys=far and constant:keys=near and constant:keys=near"],
         ),
-        ("rerope:window=4+share+share:beta=1", ["one share", "share:beta=1,count=visible and share:beta=1"]),
+        ("rerope:window=4+share+share:beta=1", ["one share", "share and share:beta=1"]),
         (
-            "share:beta=0.5",
-            ["share:beta=0.5 needs a position method with near and far keys", "rerope:window=…", "got none"],
+            "share:beta=0.25",
+            ["share:beta=0.25 needs a position method with near and far keys", "rerope:window=…", "got none"],
         ),
         (
             "yarn:factor=4+share:beta=2",
@@ -144,7 +144,7 @@ def test_recipe_data(data, words):
         ({"temperature": (None, ise.LogN(4, keys="far"))}, ["one with keys=near", "None and logn"]),
         ({"position": ise.ReRoPE(4), "share": 0.5}, ["Recipe(share", "Share()", "0.5"]),
         ({"position": ise.ReRoPE(4), "share": ise.Share}, ["Recipe(share", "Share()", "class"]),
-        ({"position": ise.RoPE(), "share": ise.Share(0.5)}, ["share:beta=0.5 needs a position method", "got rope"]),
+        ({"position": ise.RoPE(), "share": ise.Share(0.25)}, ["share:beta=0.25 needs a position method", "got rope"]),
         ({"mask": True}, ["Recipe(mask", "Full()", "True"]),
         ({"mask": ise.LogN(64)}, ["Recipe(mask", "Full()", "LogN("]),
     ],
