@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from isentrope.core.dtypes import lengths_as_float
 from isentrope.hf.extend import extended, get_extension
 from isentrope.hf.layer import get_layer
+from isentrope.parts import MAX_TEMPERATURE
 from isentrope.recipe import Recipe
 from isentrope.temperatures.fitted import interpolate_table
 
@@ -63,7 +64,7 @@ class LearnedPower:
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
         n = lengths_as_float(n)
         gamma = _take_layer(self.gamma, self.layer).to(n.dtype)[:, None]
-        return torch.exp(gamma * torch.log(n / self.train_length).clamp_min(0))
+        return torch.exp(gamma * torch.log(n / self.train_length).clamp_min(0)).clamp_max(MAX_TEMPERATURE)
 
 
 @dataclass(frozen=True, eq=False)

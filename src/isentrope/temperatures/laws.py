@@ -16,6 +16,7 @@ from isentrope.parts import (
     MAX_EXPONENT,
     MAX_FACTOR,
     MAX_LENGTH,
+    MAX_TEMPERATURE,
     Part,
     check_bool,
     check_choice,
@@ -141,7 +142,7 @@ class LogN(Temperature):
 
 @dataclass(frozen=True)
 class Power(Temperature):
-    """τ = (n / n_tr)^γ, γ = 0.63 / ln n_tr by default.
+    """τ = (n / n_tr)^γ and at most 1000, γ = 0.63 / ln n_tr by default.
 
     Attributes:
         train_length: n_tr.
@@ -167,7 +168,8 @@ class Power(Temperature):
 
     def law(self, n: Tensor, head_dim: int) -> Tensor:
         gamma = DEFAULT_GAMMA / log(self.train_length) if self.gamma is None else self.gamma
-        return torch.exp(broadcast_heads(self, gamma, n) * torch.log(n / self.train_length))
+        tau = torch.exp(broadcast_heads(self, gamma, n) * torch.log(n / self.train_length))
+        return tau.clamp_max(MAX_TEMPERATURE)
 
 
 @dataclass(frozen=True)
