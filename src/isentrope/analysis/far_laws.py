@@ -55,7 +55,7 @@ class FarLawsConfig:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window: expected at least 1, got {self.window}")
-        if self.train_length <= max(self.window, 1):
+        if self.train_length <= self.window:
             raise ValueError(f"train_length: expected more than window={self.window}, got {self.train_length}")
         if self.longest <= self.train_length:
             raise ValueError(f"longest: expected more than train_length={self.train_length}, got {self.longest}")
