@@ -23,8 +23,8 @@ class Share(Part):
     The weight of n_far keys of noise grows like n_far: with β = 1 they keep the share of attention that they had in
     training, with β = 0 they have all that they take.
 
-    What is best lies between, and depends on how much more a longer text holds that matters: ½ is at most half of the
-    way off, and was the law that improved every model measured (docs/laws.md).
+    What is best mostly lies between, and depends on how much more a longer text holds that matters: ½ is at most half
+    of the way off, and improved every model that it was measured on (docs/laws.md).
 
     Attributes:
         beta: β, a number, a table (heads) or a table (layers, heads).

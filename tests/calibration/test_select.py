@@ -51,3 +51,9 @@ def test_with_few_texts_a_law_that_is_worse_on_one_is_not_taken():
     chosen, why = select({"closed": -0.1, "scalar": worse_on_one, "none": -0.3}, texts=3)
     assert chosen == "closed" and "no fitted law is better than the closed law on every one: it is kept" in why
     assert select({"scalar": worse_on_one}, texts=3)[0] == "infoscale"
+
+
+def test_with_few_texts_the_closed_law_gives_way_to_infoscale_that_is_better_on_every_one():
+    chosen, why = select({"closed": 0.1}, texts=3)
+    assert chosen == "infoscale" and "no fitted law is better than InfoScale on every one: it is kept" in why
+    assert select({"closed": 0.1 - 0.2 * (np.arange(6) == 1)}, texts=3)[0] == "closed"

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import isentrope as ise
+from isentrope.parts import Part
 from tests.fixtures.families import FAMILIES, logits
 from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 from tests.fixtures.refusals import LONG, refused
@@ -64,6 +65,29 @@ def test_wrong_number_of_heads():
 )
 def test_table_that_does_not_fit(table, match):
     refused(llama(), ise.Recipe(temperature=ise.Fitted((64, 128), table)), match)
+
+
+class OwnShare:
+    def bias(self, n_far):
+        return -torch.log(n_far)
+
+
+class LearnedShare(nn.Module, Part):
+    def bias(self, n_far):
+        return -torch.log(n_far)
+
+
+@pytest.mark.parametrize(
+    ("share", "match"),
+    [
+        (ise.Share((0.5,) * 3), "llama: has 4 attention heads.*share.*has 3"),
+        (ise.Share([[0.5] * 4]), "layer"),  # of two layers
+        (OwnShare(), "parts that a config can hold.*OwnShare"),
+        (LearnedShare(), "share law without parameters.*LearnedShare"),
+    ],
+)
+def test_share_law_that_does_not_fit(share, match):
+    refused(llama(), ise.Recipe(position=ise.ReRoPE(32), share=share), match)
 
 
 def test_unknown_backend():

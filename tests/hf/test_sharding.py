@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import isentrope as ise
+from isentrope.hf.layer import get_layer
 from tests.fixtures.models import llama, tokens
 
 IDS = tokens(1, 24)
@@ -62,6 +63,12 @@ def test_tensor_parallel_heads_are_those_of_the_whole_model(recipe):
     whole = attended(llama(num_hidden_layers=1), recipe)
     parts = [attended(share(rank), recipe) for rank in range(2)]
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=0, atol=1e-5 * whole.abs().max().item())
+
+
+def test_layers_share_the_recipe_with_a_table_of_heads():
+    model = ise.extend(llama(), ise.Recipe(position=ise.ReRoPE(8), share=ise.Share(EXPONENTS, 2)))
+    recipes = {id(get_layer(layer.self_attn).recipe) for layer in model.model.layers}
+    assert len(model.model.layers) > len(recipes) == 1
 
 
 def test_tensor_parallel_refusals_name_all_heads():

@@ -164,7 +164,7 @@ def test_the_figure_of_perplexity_knows_every_temperature() -> None:
 
 def test_the_figure_of_perplexity_groups_by_laws() -> None:
     texts = {
-        "rerope:window=8": ("rerope:window=8", "no temperature"),
+        "rerope:window=8": ("rerope:window=8", "no law"),
         "infoscale:train_length=4": ("plain", "+ infoscale"),
         "rerope:window=8+logn:train_length=4,keys=far+share:beta=0.5,reference=3": (
             "rerope:window=8", "+ logn far + share 0.5",

@@ -1,4 +1,4 @@
-"""theory.py against arithmetic at 50 digits, quadrature, random keys and the numbers of the paper."""
+"""theory.sphere against arithmetic at 50 digits, quadrature, random keys and the numbers of the paper."""
 
 import math
 

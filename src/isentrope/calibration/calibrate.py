@@ -2,7 +2,7 @@
 
 Text needs no labels: the loss is that of the next token, beyond the training length, with the model frozen. One half of
 the documents is fitted to; on the other the fitted laws are compared with those in closed form, text by text, and the
-simplest that is not clearly worse than the best is chosen. None is worse than InfoScale there.
+simplest that is not clearly worse than the best is chosen, and none worse there than InfoScale or the closed law.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def select_law(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
     """Select the simplest law that is not clearly worse than the best, nor worse than any of DEFAULTS.
 
     Clearly worse: by more than MAX_TIE_NATS, and by more than nothing in 95 % of draws of as many texts (paired
-    bootstrap). Fewer texts than MIN_INTERVAL_TEXTS make nothing clear: the default is kept unless a fitted law is
-    better on every text.
+    bootstrap). Fewer texts than MIN_INTERVAL_TEXTS make nothing clear: the default is kept unless another of DEFAULTS
+    or a fitted law is better on every text.
 
     Args:
         losses: the objective of each law on each held-out text, in nats a token.
@@ -93,16 +93,16 @@ def get_default(losses: Container[str]) -> str:
 
 
 def _select_by_every_text(losses: dict[str, Array], default: str) -> tuple[str, str]:
-    """Go from the default to the fitted laws, the simplest first, and on to each that is better on every text."""
+    """Go from the default to the others and the fitted laws, and on to each that is better on every text."""
     chosen = default
-    for level in LEVELS:
-        if level in losses:
-            gains = losses[chosen] - losses[level]
-            chosen = level if gains.min() > 0 and gains.mean() > MAX_TIE_NATS else chosen
+    for name in (*reversed(DEFAULTS), *LEVELS):
+        if name in losses:
+            gains = losses[chosen] - losses[name]
+            chosen = name if gains.min() > 0 and gains.mean() > MAX_TIE_NATS else chosen
     texts = len(losses[default])
     missing = describe_missing_interval(texts)
-    if chosen == default:
-        return chosen, f"{missing}; no fitted law is better than {LABELS[default]} on every one: it is kept"
+    if chosen not in LEVELS:
+        return chosen, f"{missing}; no fitted law is better than {LABELS[chosen]} on every one: it is kept"
     return chosen, f"{missing}; {chosen} is better on every one, {_format_gain(losses, chosen, default)}"
 
 

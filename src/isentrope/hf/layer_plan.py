@@ -14,8 +14,10 @@ from transformers import PreTrainedConfig
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
 from isentrope.hf.sharding import LocalHeads, shard_position, shard_share, shard_temperature
+from isentrope.parts import Part
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import Recipe
+from isentrope.utils.messages import format_value, truncate
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
@@ -65,7 +67,18 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
 
 
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
-    """Refuse a position method for a model without rotation, and tables for another number of heads."""
+    """Refuse a position method for a model without rotation, tables for other heads, and what could not be saved."""
+    for part in recipe.parts:
+        if not isinstance(part, Part):
+            raise ValueError(
+                f"recipe: expected parts that a config can hold, subclasses of isentrope.parts.Part, "
+                f"got {format_value(part)}"
+            )
+    if isinstance(recipe.share, nn.Module):
+        raise ValueError(
+            f"recipe: expected a share law without parameters, which a model would not train, got "
+            f"{format_value(recipe.share)}; fit β with isentrope.calibrate"
+        )
     if recipe.position is not None and all(layer.rope is None for layer in layers):
         raise ValueError(
             f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
@@ -78,7 +91,9 @@ def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
             laws.append((share, share.bias(far)))
         for law, values in laws:
             if values.shape[-2] not in (1, layer.heads):
-                raise ValueError(f"{kind}: has {layer.heads} attention heads, {law} has {values.shape[-2]}")
+                raise ValueError(
+                    f"{kind}: has {layer.heads} attention heads, {truncate(str(law))} has {values.shape[-2]}"
+                )
 
 
 @dataclass

@@ -96,7 +96,9 @@ def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
 
 def shard_share(share: Any, heads: LocalHeads) -> Any:
     """Return a share law for the heads that are in this process."""
-    if not isinstance(share, Share) or not isinstance(share.beta, tuple) or len(share.beta) == 1:
+    if heads.count == heads.total or not isinstance(share, Share):
+        return share
+    if not isinstance(share.beta, tuple) or len(share.beta) == 1:
         return share
     return replace(share, beta=share.beta[heads.first : heads.first + heads.count])
 

@@ -145,8 +145,8 @@ class Power(Temperature):
 
     Attributes:
         train_length: n_tr.
-        gamma: γ, a number, a table (heads) or a table (layers, heads). The default fits temperatures that were fitted
-            to text, of five models at 75 lengths, better than InfoScale and LogN do.
+        gamma: γ, a number, a table (heads) or a table (layers, heads). The default is closer to 75 temperatures that
+            were fitted to text, of five models, than InfoScale and LogN are.
     """
 
     train_length: int

@@ -73,7 +73,7 @@ def _split_recipe(recipe: str) -> tuple[str, str]:
     parts = recipe.split("+")
     laws = [part for part in parts if part.startswith((*TEMPERATURES, SHARE))]
     method = "+".join(part for part in parts if part not in laws) or "plain"
-    return method, " ".join(f"+ {_shorten_law(law)}" for law in laws) or "no temperature"
+    return method, " ".join(f"+ {_shorten_law(law)}" for law in laws) or "no law"
 
 
 def _shorten_law(law: str) -> str:
