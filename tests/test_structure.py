@@ -22,7 +22,8 @@ SOURCE = ROOT / "src" / "isentrope"
 LEVELS = (
     ("version",),
     ("utils",),
-    ("core", "parts", "head_tables"),
+    ("core", "parts"),
+    ("head_tables",),
     ("scores", "masks", "temperatures", "positions", "share", "theory"),
     ("recipe", "backends", "pretrained"),
     ("builder", "entropy"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isentrope.core.caching import get_constant
 from isentrope.utils.messages import format_value
 
 
@@ -59,7 +60,11 @@ def broadcast_heads(part: object, table: Any, n: Tensor) -> Tensor | float:
         ValueError: the table has a layer axis.
     """
     if not isinstance(table, tuple):
-        return float(table)  # a tensor would be copied to the device, which a captured graph may not do
+        return float(table)
     if isinstance(table[0], tuple):
         raise ValueError(f"{type(part).__name__}: the table has a layer axis; call for_layer(i) first")
-    return torch.tensor(table, dtype=n.dtype, device=n.device)[:, None]
+    return get_constant(_as_column, n.device, table, n.dtype)
+
+
+def _as_column(table: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(table, dtype=dtype)[:, None]

@@ -39,8 +39,9 @@ MAX_TAU_ELEMENTS = 1 << 20
 MAX_RECIPE_TEXTS = 256
 # Compiled functions: 0.3 s to compile one again with a warm compiler cache, in place of 3 ms.
 MAX_COMPILED_FUNCTIONS = 256
-# Constants on a GPU, not for speed: while a CUDA graph is captured nothing can be copied from the host.
-MAX_CONSTANTS = 64
+# Constants on a GPU, not for speed: while a CUDA graph is captured nothing can be copied from the host. Enough for
+# the tables of every layer of a model.
+MAX_CONSTANTS = 1024
 # Compute capabilities: call 0.24 → 0.25 ms.
 MAX_DEVICES = 64
 
