@@ -23,7 +23,7 @@ def check_split(backend, seed, whole, cuts, biased):
         pieces = [part for piece in pieces for part in (piece & cut, piece - cut)]
     results = []
     for parts in ([whole], pieces):
-        call = AttentionCall(q, k, v, layout, [RotatedBranch(part, slopes=slopes) for part in parts], None, D**-0.5)
+        call = AttentionCall(q, k, v, layout, [RotatedBranch(part, slopes=slopes) for part in parts], D**-0.5)
         out, lse = BACKENDS[backend].forward(call, need_lse=True)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v)) if backend != "flex" else ()
         results.append((out, lse, *gradients))
