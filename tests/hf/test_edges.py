@@ -198,6 +198,12 @@ def test_the_training_length_of_scaled_frequencies(kind, length):
     assert f"train_length={length}" in ise.describe(model).recipe
 
 
+def test_a_description_does_not_print_whole_tables():
+    beta = torch.linspace(0.1, 0.9, 8).view(2, 4)
+    description = ise.describe(ise.extend(llama(), ise.Recipe(position=ise.ReRoPE(16), share=ise.Share(beta))))
+    assert len(str(description).splitlines()[0]) < len(description.recipe)
+
+
 def test_the_public_names():
     names = {"extend", "extended", "restore", "load", "describe", "StreamingCache", "PoSECollator", "theory"}
     assert names <= set(dir(ise)) and names <= set(ise.__all__)

@@ -39,6 +39,7 @@ from isentrope.hf.introspection import introspect
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.utils.files import write_atomically
+from isentrope.utils.messages import truncate
 from isentrope.utils.provenance import collect_provenance
 
 SELECTING_LAWS = ("none", "infoscale", "closed", "given")  # one of several recipes is as good as its best of these
@@ -131,7 +132,9 @@ def fit_laws(
         prompts: how passkeys are put to the model, where `config.with_retrieval`.
     """
     if (own := get_recipe(model)) != Recipe():
-        raise ValueError(f"model: already extended with {str(own)!r}; calibrate the one that it was made from")
+        raise ValueError(
+            f"model: already extended with {truncate(str(own))!r}; calibrate the one that it was made from"
+        )
     if config.with_retrieval and prompts is None:
         raise ValueError("prompts: expected a PromptFormat where with_retrieval, got None")
     model.eval()

@@ -42,12 +42,12 @@ def render_card(config: Any) -> str:
         "",
         f"# {base.rstrip('/').rpartition('/')[2] or config.model_type}, extended",
         "",
-        f"A {config.model_type} model whose attention follows the recipe `{_shorten(str(recipe))}` "
+        f"A {config.model_type} model whose attention follows the recipe `{shorten_recipe(str(recipe))}` "
         "([isentrope](https://pypi.org/project/isentrope/)). The weights are those of the model it was made from.",
         "",
         "| part | what it does |",
         "|---|---|",
-        *(f"| `{_shorten(str(part))}` | {_summarize(part)} |" for part in parts),
+        *(f"| `{shorten_recipe(str(part))}` | {_summarize(part)} |" for part in parts),
         *(["| `plain` | nothing changed |"] if not parts else []),
         "",
         "## Load it",
@@ -77,8 +77,8 @@ def _render_measurements(rows: list[dict[str, Any]] | None) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
 
 
-def _shorten(text: str, max_length: int = 160) -> str:
-    """Cut a recipe: those with tables of fitted temperatures are long."""
+def shorten_recipe(text: str, max_length: int = 160) -> str:
+    """Cut the text of a recipe or of a part: those with fitted tables are long."""
     return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
+from isentrope.hf.card import shorten_recipe
 from isentrope.hf.extend import Extension, get_extension
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
@@ -73,7 +74,7 @@ class Description:
     layers: tuple[LayerDescription, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.model_type} under {self.recipe}"]
+        lines = [f"{self.model_type} under {shorten_recipe(self.recipe)}"]
         for text, group in groupby(self.layers, key=str):
             indices = [layer.index for layer in group]
             lines.append(f"layers {indices[0]} … {indices[-1]}:" if len(indices) > 1 else f"layer {indices[0]}:")

@@ -32,6 +32,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
 from isentrope.recipe import Recipe
+from isentrope.utils.messages import truncate
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -74,7 +75,8 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
     if inner is None:
         raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
     if (extension := find_extension(inner)) is not None:
-        raise ValueError(f"model: already extended with {str(extension.recipe)!r}; call isentrope.restore(model) first")
+        own = truncate(str(extension.recipe))
+        raise ValueError(f"model: already extended with {own!r}; call isentrope.restore(model) first")
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
     check_backend(backend)
