@@ -13,7 +13,7 @@ A plan (YAML) has `recipes`, and one or both of
 
 and `dtype` where the model's own is not wanted. Results go to OUT/PLAN/KIND/perplexity.json and
 OUT/PLAN/KIND-filler/retrieval.json. What a file has is kept and not measured again, and a file is complete at any
-time, so that a run may be stopped and goes on when started again. Every recipe is measured on the first document of
+time, so that a run may be stopped and resumed. Every recipe is measured on the first document of
 every kind before any is measured on the second, and in the first place of a filler before the second.
 
 Other processes count the tokens of prompts meanwhile (--workers), which takes longer than a GPU needs to answer them.
@@ -136,7 +136,7 @@ def main() -> None:
     steps.sort(key=lambda step: step.place)  # stable, so that kinds alternate
     complete = run(steps, start, start + options.seconds)
     preparation.stop()
-    report(start, "complete" if complete else "stopped at the time given; run again to go on")
+    report(start, "complete" if complete else "stopped at the time given; run again to resume")
 
 
 def report(start: float, line: str) -> None:
@@ -213,7 +213,7 @@ class Preparation:
                     describe=partial(describe_losses, edges),
                 )
         cells = self.cells() if self.haystacks else []
-        asked = self.plan["retrieval"].get("recipes", recipes) if cells else ()
+        wanted = self.plan["retrieval"].get("recipes", recipes) if cells else ()
         for index, cell in enumerate(cells):
             for kind in self.haystacks:
                 folder = out / f"{kind}-filler"
@@ -221,7 +221,7 @@ class Preparation:
                     label=f"{kind} filler {' '.join(map(str, cell))}",
                     place=index / len(cells),
                     cost=("prompt", cell[1]),
-                    recipes=tuple(recipe for recipe in asked if recipe in recipes),
+                    recipes=tuple(recipe for recipe in wanted if recipe in recipes),
                     path=folder / RETRIEVAL.file,
                     schema=RETRIEVAL,
                     key=cell,

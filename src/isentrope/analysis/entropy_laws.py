@@ -6,21 +6,18 @@ are taken without their clamp, so that the bare formula shows at every length.
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import expm1, log, sqrt
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 from torch import Tensor
 
 from isentrope import theory
+from isentrope.analysis.law_results import make_folder, write_law_results
 from isentrope.attention import attention
 from isentrope.recipe import Recipe
 from isentrope.scores import Cosine
@@ -35,9 +32,7 @@ from isentrope.temperatures import (
     Temperature,
     YaRNTemperature,
 )
-from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import track_progress
-from isentrope.version import __version__
 
 RESULTS_FILE = "laws.json"
 # that the queries are spread over, one in memory at a time
@@ -129,30 +124,18 @@ def measure_laws(config: EntropyLawsConfig, out: Path) -> Path:
     Returns:
         The path of the file.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=out):
-        pass  # fail before the work if the folder cannot be written
+    make_folder(out)
     compared = build_laws(config)
     lengths = track_progress(config.lengths, lambda n: f"n = {n:>6}", weights=config.lengths)
     rows = [row for n in lengths for row in _measure_length(config, compared, n)]
-    results = {
+    head = {
         "study": "laws",
         "config": asdict(config),
         "lengths": config.lengths,
         "train_entropy": config.train_entropy,
         "laws": [{"key": law.key, "label": law.label, "temperature": law.temperature.to_dict()} for law in compared],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-            "isentrope": __version__,
-        },
-        "rows": rows,
     }
-    with write_atomically(out / RESULTS_FILE) as file:
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    return out / RESULTS_FILE
+    return write_law_results(out / RESULTS_FILE, head, rows)
 
 
 def _measure_length(config: EntropyLawsConfig, compared: tuple[Law, ...], n: int) -> Iterator[dict[str, Any]]:

@@ -7,24 +7,19 @@ length, by the closed form. Exact values are `isentrope.theory`'s; beside them t
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import isnan, sqrt
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 
 from isentrope import theory
+from isentrope.analysis.law_results import make_folder, write_law_results
 from isentrope.temperatures import InfoScale, LogN, Temperature
-from isentrope.utils.files import write_atomically
 from isentrope.utils.progress import track_progress
-from isentrope.version import __version__
 
 RESULTS_FILE = "far_laws.json"
 QUANTITIES = ("far_share", "far_entropy", "needle_share")
@@ -140,30 +135,18 @@ def compute_far_laws(config: FarLawsConfig, out: Path) -> Path:
     Returns:
         The path of the file.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=out):
-        pass  # fail before the work if the folder cannot be written
+    make_folder(out)
     laws = build_far_laws(config)
     lengths = track_progress(config.lengths, lambda n: f"n = {n:>6}", weights=config.lengths)
     rows = [row for n in lengths for row in _compute_length(config, laws, n)]
-    results = {
+    head = {
         "study": "far_laws",
         "config": asdict(config),
         "lengths": config.lengths,
         "needle_score": config.needle_score,
         "laws": [{"key": law.key, "label": law.label} for law in laws],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-            "isentrope": __version__,
-        },
-        "rows": rows,
     }
-    with write_atomically(out / RESULTS_FILE) as file:
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    return out / RESULTS_FILE
+    return write_law_results(out / RESULTS_FILE, head, rows)
 
 
 def _evaluate_temperature(temperature: Temperature, head_dim: int) -> Callable[[int], float]:
