@@ -41,12 +41,14 @@ import yaml
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from isentrope.data.needles import Example, Haystack, draft_example, fill_to_length
+from isentrope.data.tasks import SENTENCES, Example, Haystack, draft_example, fill_to_length, load_haystack
+from isentrope.data.tasks.fillers import TEXT
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
+from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, Schema, read_if_whole
-from isentrope.evaluation.retrieval import Cell, Prompt, PromptFormat, RetrievalConfig, load_haystack, measure_retrieval
+from isentrope.evaluation.retrieval import Cell, RetrievalConfig, measure_retrieval
 from isentrope.evaluation.texts import Text, load_texts
 
 GROUP_SECONDS = 8.0  # that recipes measured in one call should take together
@@ -104,8 +106,8 @@ class Step:
 
     def read(self) -> Measured:
         """Read the cells that are measured, by recipe and key."""
-        results = read_if_whole(self.path, "cells") or {"cells": []}
-        cells = {tuple(cell[name] for name in self.schema.cell_key): cell for cell in results["cells"]}
+        results = read_if_whole(self.path, "cells", schema=self.schema) or {"cells": []}
+        cells = {self.schema.key(cell): cell for cell in results["cells"]}
         return {key: cell for key, cell in cells.items() if cell.get("failed") is None}
 
 
@@ -174,23 +176,24 @@ class Preparation:
             if workers:
                 self._start(workers)
 
-    def retrieval_config(self, recipes: Sequence[str]) -> RetrievalConfig:
+    def retrieval_config(self, recipes: Sequence[str], kind: str) -> RetrievalConfig:
         entry = self.plan["retrieval"]
         lists = {name: tuple(entry[name]) for name in ("tasks", "lengths", "depths")}
+        lists["fillers"] = (TEXT if entry["texts"][kind] else SENTENCES,)
         return RetrievalConfig(tuple(recipes), **lists, examples=entry["examples"], score="forced")
 
-    def cells(self) -> list[Cell]:
+    def cells(self, kind: str) -> list[Cell]:
         """Tasks, lengths and depths, the longest and the middle of the text first."""
         order = {depth: index for index, depth in enumerate(DEPTH_ORDER)}
-        cells = self.retrieval_config(("plain",)).cells
+        cells = self.retrieval_config(("plain",), kind).cells
         return sorted(cells, key=lambda cell: (order.get(cell[2] or 0, len(order)), -cell[1]))
 
     def _start(self, workers: int) -> None:
         _inherited[:] = self.prompts.tokenizer, self.prompts.chat, self.haystacks
         self.pool = multiprocessing.get_context("fork").Pool(workers)
-        config = self.retrieval_config(("plain",))
-        for cell in self.cells():
-            for kind in self.haystacks:
+        for cells in zip(*(self.cells(kind) for kind in self.haystacks), strict=True):
+            for kind, cell in zip(self.haystacks, cells, strict=True):
+                config = self.retrieval_config(("plain",), kind)
                 self.pending[kind, cell] = self.pool.apply_async(prepare_prompts, (kind, cell, config))
 
     def stop(self) -> None:
@@ -212,10 +215,10 @@ class Preparation:
                     measure=partial(_measure_perplexity, model, name, texts[: index + 1], edges, out / kind),
                     describe=partial(describe_losses, edges),
                 )
-        cells = self.cells() if self.haystacks else []
-        wanted = self.plan["retrieval"].get("recipes", recipes) if cells else ()
-        for index, cell in enumerate(cells):
-            for kind in self.haystacks:
+        wanted = self.plan["retrieval"].get("recipes", recipes) if self.haystacks else ()
+        for kind in self.haystacks:
+            cells = self.cells(kind)
+            for index, cell in enumerate(cells):
                 folder = out / f"{kind}-filler"
                 yield Step(
                     label=f"{kind} filler {' '.join(map(str, cell))}",
@@ -236,8 +239,8 @@ class Preparation:
             counts, prompts = pending.get()
             self.prompts.counts.update(counts)
             self.prompts.prompts.update(prompts)
-        task, length, depth = cell
-        config = replace(self.retrieval_config(recipes), tasks=(task,), lengths=(length,))
+        task, length, depth, _ = cell
+        config = replace(self.retrieval_config(recipes, kind), tasks=(task,), lengths=(length,))
         config = config if depth is None else replace(config, depths=(depth,))
         measure_retrieval(model, name, self.prompts, self.haystacks[kind], config, out)
         self.prompts.counts.clear()
@@ -261,7 +264,7 @@ _inherited: list[Any] = []  # of a forked process: tokenizer, whether to ask in 
 def prepare_prompts(kind: str, cell: Cell, config: RetrievalConfig) -> tuple[dict[bytes, int], dict[bytes, Prompt]]:
     """Fill the examples of one cell up to its length; return what `PreparedPrompts` keeps."""
     tokenizer, chat, haystacks = _inherited
-    prompts, (task, length, depth) = PreparedPrompts(tokenizer, chat), cell
+    prompts, (task, length, depth, _) = PreparedPrompts(tokenizer, chat), cell
     for index in range(config.examples):
         draft = draft_example(task, length, depth, config.seed, index, haystacks[kind])
         prompts.build_prompt(fill_to_length(draft, length, prompts.count_tokens))
