@@ -72,7 +72,15 @@ def by_position(length):
     return extended("infoscale:count=position", one_layer())
 
 
-ORACLES = (dynamic_ntk, untrained_clex, by_position)
+def longrope(length):
+    """transformers' own."""
+    lists = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.5, 1.0, 2.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "attention_factor": 1.0} | lists
+    rope["original_max_position_embeddings"] = TRAINED
+    return one_layer(rope_parameters=rope).double()
+
+
+ORACLES = (dynamic_ntk, untrained_clex, by_position, longrope)
 
 
 @pytest.mark.parametrize(("recipe", "oracle"), [*zip(BY_LENGTH, ORACLES, strict=True)])

@@ -30,8 +30,8 @@ class LayerDescription:
             near keys where far ones have another.
         far_tau: that of far keys; None where there are none.
         far_bias: what a share law adds to the scores of far keys; None where there are none.
-        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
-            the key is not visible.
+        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; one for
+            each group of pairs where they differ, None where the key is not visible.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
     """
 
@@ -41,7 +41,7 @@ class LayerDescription:
     mask: str
     cache: str
     tau: tuple[tuple[float, ...], ...]
-    distances: tuple[float | None, ...]
+    distances: tuple[float | tuple[float, ...] | None, ...]
     fastest: float | None
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
@@ -159,7 +159,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
         return tuple(share.bias(count).flatten().tolist())
 
 
-def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
+def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = 1 << 20
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
@@ -170,8 +170,9 @@ def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
     for branch in position.branches(query, key, info.heads):
         if any(span.low <= -behind < span.high for span in branch.region.spans):
-            q, k = (0.0 if x is None else float(x) for x in (branch.query, branch.key))
-            return q - k
+            q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
+            distances = tuple((q - k).flatten().tolist())
+            return distances[0] if len(set(distances)) == 1 else distances
     return float(behind)
 
 
@@ -189,7 +190,9 @@ def _format_region(region: Region) -> str:
     return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
 
 
-def _format_distance(distance: float | None) -> str:
+def _format_distance(distance: float | tuple[float, ...] | None) -> str:
+    if isinstance(distance, tuple):
+        return f"{min(distance):g}–{max(distance):g}"
     return "·" if distance is None else f"{distance:g}"
 
 
