@@ -172,7 +172,7 @@ class LeakyReRoPE(LengthMap):
         return self.reach is not None
 
     def idle(self, length: int) -> bool:
-        return super().idle(length) or (self.uses_length and self.leak_at(length) == 1)
+        return super().idle(length) or (self.uses_length and bool(self.leak_at(length) == 1))
 
     def leak_at(self, length: Tensor | int) -> Tensor | float:
         """Return the leak of rows of this length."""
@@ -224,7 +224,7 @@ class SelfExtend(LengthMap):
         return self.group is None
 
     def idle(self, length: int) -> bool:
-        return super().idle(length) or (self.uses_length and self.group_at(length) == 1)
+        return super().idle(length) or (self.uses_length and bool(self.group_at(length) == 1))
 
     def group_at(self, length: Tensor | int) -> Tensor | int:
         """Return the group of rows of this length."""
