@@ -102,12 +102,14 @@ def check_integers(part: object, key: str, minimum: int, maximum: int) -> None:
 
 
 def _check_list(part: object, key: str, minimum: float, maximum: float, kind: str) -> list[Any] | tuple[Any, ...]:
+    def is_valid(number: Any) -> bool:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        return is_number and minimum <= number <= maximum and (kind == "numbers" or number == int(number))
+
     value = getattr(part, key)
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(values, (list, tuple)) and 0 < len(values) <= MAX_HEAD_DIM:
-        numbers = (isinstance(x, Real) and not isinstance(x, bool) and minimum <= x <= maximum for x in values)
-        if all(numbers) and (kind == "numbers" or all(x == int(x) for x in values)):
-            return values
+    values: Any = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(values, (list, tuple)) and 0 < len(values) <= MAX_HEAD_DIM and all(map(is_valid, values)):
+        return values
     raise ValueError(
         f"{type(part).__name__}({key}=…): expected a list of {kind} from {minimum:g} to {maximum:g}, "
         f"got {format_value(value)}"

@@ -80,10 +80,15 @@ def longrope(length):
     return one_layer(rope_parameters=rope).double()
 
 
-ORACLES = (dynamic_ntk, untrained_clex, by_position, longrope)
+ORACLES = {
+    "ntk:factor=4,dynamic=true": dynamic_ntk,
+    "clex": untrained_clex,
+    "infoscale:count=sequence": by_position,
+    "longrope:factors=(1,2,3,4),short=(1,1.5,1,2)": longrope,
+}
 
 
-@pytest.mark.parametrize(("recipe", "oracle"), [*zip(BY_LENGTH, ORACLES, strict=True)])
+@pytest.mark.parametrize(("recipe", "oracle"), ORACLES.items())
 @pytest.mark.parametrize("static", [False, True])
 def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static):
     """In one layer, whose keys know nothing of each other, every step must be as a new pass over all that there is."""

@@ -125,7 +125,7 @@ def test_dpe_distances_by_hand():
     position = ise.DPE(4, (1, 2, 3))
     query = key = torch.arange(24)[None]
     for (i, j), expected in DPE_DISTANCES.items():
-        for branch in position.branches(query, key, 1):
+        for branch in position.branches(query, key, 1, (24, 24)):
             if any(span.low <= j - i < span.high for span in branch.region.spans):
                 at = branch.query[0, i] - branch.key[0, j]
                 assert at.expand(3).tolist() == list(expected), (i, j)

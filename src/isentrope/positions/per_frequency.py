@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isentrope.parts import MAX_FACTOR, check_integers
-from isentrope.positions.branch import ModelRotary
+from isentrope.positions.branch import Lengths, ModelRotary, RotaryPair
 from isentrope.positions.regions import NearAndFar
 
 
@@ -28,7 +28,7 @@ class DPE(NearAndFar):
         super().__post_init__()
         check_integers(self, "scales", 1, int(MAX_FACTOR))
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
         w = self.window
         queries = [query // scale + sign * (w - w // scale) for scale in self.scales]
         return torch.stack(queries, -1), torch.stack([key // scale for scale in self.scales], -1)
