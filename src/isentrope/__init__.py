@@ -34,6 +34,7 @@ from isentrope.positions import (
     YaRN,
 )
 from isentrope.recipe import Recipe
+from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
@@ -73,7 +74,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
     "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Constant", "Share",
+    "Fitted", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on
