@@ -16,7 +16,7 @@ from isentrope.core.region import EVERYTHING, band
 from isentrope.core.rotation import rotate
 from isentrope.hf.names import SHARED_POSITION
 from isentrope.masks import Mask, Sink
-from isentrope.positions import Branch, ModelRotary, Position
+from isentrope.positions import Branch, Lengths, ModelRotary, Position
 from isentrope.positions.rope import Rotary
 
 FREQUENCY_BUFFER = "inv_freq"
@@ -91,7 +91,8 @@ class ModelRope:
     def as_model(self, model_type: str = "model") -> ModelRotary:
         """Describe the model's rotation to a position method."""
         layout, base = "interleaved" if self.interleaved else "half", self.parameters.get("rope_theta")
-        return ModelRotary(model_type, self.theta.float(), layout, self.kind, None if base is None else float(base))
+        base = None if base is None else float(base)
+        return ModelRotary(model_type, self.theta.float(), layout, self.kind, base, self.parameters)
 
     def same(self, other: ModelRope | None) -> bool:
         """Return whether both are the same frequencies of the same module."""
@@ -200,7 +201,13 @@ class FittedPosition(Position):
     def near_window(self) -> int | None:
         return self.inner.near_window if self.size is None else None
 
+    @property
+    def depends_on_row_length(self) -> bool:
+        return self.inner.depends_on_row_length
+
     def cache_key(self) -> Hashable:
+        if self.rope.kind in self.inner.replaces_rope_types:  # the model's own change with every pass, and are not read
+            return self.inner.cache_key()
         return self.rope.cache_key(), self.inner.cache_key()
 
     @property
@@ -211,9 +218,9 @@ class FittedPosition(Position):
         streams = self.size is not None and length <= self.sinks + self.size
         return self.keeps_frequencies and (streams or self.inner.idle(length))
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         if self.size is None:
-            return self.inner.branches(query, key, heads)
+            return self.inner.branches(query, key, heads, lengths)
         edge = 1 - self.size
         return (
             Branch(band(edge, inf), query, key),
@@ -270,7 +277,7 @@ def is_plain_rotation(position: Position) -> bool:
     if not (position.rotates and position.keys_cacheable):
         return False
     query, key = torch.arange(2)[None], torch.arange(2)[None]
-    first, *others = position.branches(query, key, 1)
+    first, *others = position.branches(query, key, 1, (2, 2))
     everywhere = not others and first.region == EVERYTHING and first.slopes is None
     return everywhere and first.query is query and first.key is key
 
@@ -288,7 +295,7 @@ def _check_rescale(position: Position) -> None:
 
 def _fill_in(position: Position, rope: ModelRope, model_type: str) -> Position:
     """Take from the model what a position method leaves open."""
-    if rope.kind in LENGTH_DEPENDENT_ROPE_TYPES:
+    if rope.kind in LENGTH_DEPENDENT_ROPE_TYPES and rope.kind not in position.replaces_rope_types:
         raise ValueError(
             f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which no other "
             f"position method can be joined to; leave {position.name()!r} out, or load it with rope_type 'default'"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isentrope.core.region import EVERYTHING, Region
 from isentrope.parts import Part
+
+Lengths = tuple[Tensor | int, Tensor | int]  # keys in the row or document of each query and of each key
+RotaryPair = tuple[Tensor | float | None, Tensor | float | None]  # positions of queries and keys, as in a branch
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class Branch:
 
     Attributes:
         region: the pairs of queries and keys.
-        query, key: positions (batch or 1, length), one number for all, or None for no rotation.
+        query, key: positions (batch or 1, length), (batch or 1, length, groups) where they differ between groups of
+            rotary pairs, one number for all, or None for no rotation.
         slopes: (heads,), for a bias -slope · |i - j| on the score.
         far: whether these are the keys beyond the window of a method that has one.
     """
@@ -40,6 +45,7 @@ class ModelRotary:
         layout: of its pairs, "half" or "interleaved".
         kind: `rope_type` of its config; "default" is θ_m = base^{-2m/d}, d = 2 · pairs.
         base: `rope_theta` of its config.
+        parameters: all `rope_parameters` of its config.
     """
 
     model_type: str
@@ -47,6 +53,7 @@ class ModelRotary:
     layout: str = "half"
     kind: str = "default"
     base: float | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dim(self) -> int:
@@ -83,14 +90,34 @@ class Position(Part):
     rotates = False
     longest: int | None = None  # the longest supported row
     keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
+    replaces_rope_types: tuple[str, ...] = ()  # those of models' configs that change with the length and it can replace
 
     @property
     def near_window(self) -> int | None:
         """The distance from which on keys are far, in a method whose branches say which are; None in any other."""
         return None
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        """Return the branches for queries and keys at these positions, (batch or 1, queries) and (batch or 1, keys)."""
+    @property
+    def has_far_keys(self) -> bool:
+        """Whether branches say which keys are far, also while the window is still open."""
+        return self.near_window is not None
+
+    @property
+    def depends_on_row_length(self) -> bool:
+        """Whether positions depend on the length of the row, keys that a cache has dropped included."""
+        return False
+
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
+        """Return the branches for queries and keys at these positions.
+
+        Args:
+            query: positions, (batch or 1, queries).
+            key: positions, (batch or 1, keys).
+            heads: of the queries.
+            lengths: number of keys in the row or document of each query and of each key: integers of the same shapes,
+                or plain ones where rows are whole sequences. A method whose map depends on them has
+                `keys_cacheable = False`; at each step of decoding they count the keys so far.
+        """
         raise NotImplementedError
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,5 +154,5 @@ class NoPE(Position):
 
     needs_training = True
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(),)
