@@ -20,7 +20,7 @@ from isentrope.utils.messages import format_value, suggest, truncate
 KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
-        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+        positions.SelfExtend, positions.DualChunk, positions.STRING, positions.ALiBi, positions.CLEX, positions.NoPE,
     ),
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
@@ -72,7 +72,7 @@ class Recipe:
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
         parts += [] if self.share is None else [self.share]
-        if parts and (self.position is None or self.position.near_window is None):
+        if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
                 f"rerope:window=…, got {'none' if self.position is None else self.position}"
@@ -124,7 +124,7 @@ class Recipe:
         position = None if self.position is None else self.position.resolve(length)
         share = self.share
         if hasattr(share, "resolve"):
-            share = share.resolve(length, self.position.near_window)
+            share = share.resolve(length, position.near_window)
         if position is self.position and share is self.share:
             return self
         filled = copy(self)

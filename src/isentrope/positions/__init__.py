@@ -2,17 +2,21 @@
 
 from isentrope.positions.alibi import ALiBi
 from isentrope.positions.branch import Branch, ModelRotary, NoPE, Position
+from isentrope.positions.chunks import DualChunk
 from isentrope.positions.clex import CLEX
 from isentrope.positions.pose import PoSE
 from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
 from isentrope.positions.rope import NTK, PI, RoPE, YaRN
+from isentrope.positions.string import STRING
 
 __all__ = [
     "CLEX",
     "NTK",
     "PI",
+    "STRING",
     "ALiBi",
     "Branch",
+    "DualChunk",
     "LeakyReRoPE",
     "ModelRotary",
     "NoPE",

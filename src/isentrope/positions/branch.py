@@ -89,6 +89,11 @@ class Position(Part):
         """The distance from which on keys are far, in a method whose branches say which are; None in any other."""
         return None
 
+    @property
+    def has_far_keys(self) -> bool:
+        """Whether branches say which keys are far, also where the window is not known yet."""
+        return self.near_window is not None
+
     def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
         """Return the branches for queries and keys at these positions, (batch or 1, queries) and (batch or 1, keys)."""
         raise NotImplementedError
