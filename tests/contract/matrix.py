@@ -38,6 +38,8 @@ POSITIONS = (
     f"selfextend:window={WINDOW},group=4",
     "dualchunk:chunk=12,local=3",
     f"string:shift={WINDOW},local=3",
+    f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
+    f"selfextend:window={WINDOW},train_length=16",
 )
 TEMPERATURES = (
     "",

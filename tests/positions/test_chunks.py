@@ -16,7 +16,7 @@ def distances(position, length):
     """The distance of every pair, from the branches."""
     at = torch.arange(length)[None]
     measured = torch.full((length, length), torch.nan)
-    for branch in position.branches(at, at, 1):
+    for branch in position.branches(at, at, 1, (length, length)):
         query, key = (torch.as_tensor(x).expand(1, length) for x in (branch.query, branch.key))
         for i in range(length):
             for j in range(length):
@@ -47,7 +47,8 @@ def test_options_follow_from_the_training_length():
     assert ise.STRING().resolve(6144) == ise.STRING(2048)
     assert ise.STRING(7, 3).resolve(6144) == ise.STRING(7, 3)
     at = torch.tensor([[9000]])
-    assert [9000 - ise.STRING(shift).branches(at, at, 1)[1].query.item() for shift in (10_000, 100)] == [9872, 80]
+    far = [ise.STRING(shift).branches(at, at, 1, (1, 1))[1].query.item() for shift in (10_000, 100)]
+    assert far == [9000 - (10_000 - 128), 9000 - (100 - 20)]
     recipe = Recipe.parse("dualchunk+share+logn:train_length=64,keys=far")
     assert recipe.resolve().position == ise.DualChunk(48)
     assert recipe.resolve().share.reference == 64 - 40

@@ -155,14 +155,14 @@ def test_distances_by_hand(name):
     for (i, j), expected in points.items():
         met = [
             side(branch.query, i) - side(branch.key, j)
-            for branch in position.branches(query, key, 1)
+            for branch in position.branches(query, key, 1, (24, 24))
             for span in branch.region.spans
             if span.contains(i, j)
         ]
         assert met == [expected], (i, j)
         alone = [
             side(branch.query, 0) - side(branch.key, j)
-            for branch in position.branches(query[:, i : i + 1], key, 1)
+            for branch in position.branches(query[:, i : i + 1], key, 1, (24, 24))
             for span in branch.region.spans
             if span.contains(i, j)
         ]

@@ -216,8 +216,9 @@ def _chunk_tiles(branch: FoldedBranch, tiles: list[ChunkTiles]) -> Iterator[tupl
     """Yield batches of rectangles with each as one tile, whose rows are (row of the call, rectangle)."""
     q, k, v = _get_operands(branch)
     for batch in tiles:
-        views = batch.view_rows(q), batch.view_columns(k), batch.view_columns(v)
-        yield batch, Tile(*(x.flatten(0, 1) for x in views), None, batch.band, branch.scale)
+        rows, keys, values = batch.view_rows(q), batch.view_columns(k), batch.view_columns(v)
+        tile = Tile(rows.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), None, batch.band, branch.scale)
+        yield batch, tile
 
 
 def _forward_chunks(branch: FoldedBranch, tiles: list[ChunkTiles]) -> PartialOutput:

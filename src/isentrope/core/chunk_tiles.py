@@ -9,6 +9,7 @@ m chunks take about log₂ m of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ class Rectangle(NamedTuple):
     causal: bool = False
 
 
-class ChunkTiles(NamedTuple):
+@dataclass(frozen=True)
+class ChunkTiles:
     """`count` rectangles of one size, each `stride` queries and keys after the one before."""
 
     corner: Rectangle
@@ -44,7 +46,7 @@ class ChunkTiles(NamedTuple):
 
     def shift_rows(self, offset: int) -> ChunkTiles:
         """Return the same rectangles for a tensor whose queries begin elsewhere."""
-        return self._replace(corner=self.corner._replace(first=self.corner.first + offset))
+        return replace(self, corner=self.corner._replace(first=self.corner.first + offset))
 
     def view_rows(self, x: Tensor) -> Tensor:
         """Return the queries of a tensor (batch, heads, queries, …) by rectangle, (batch, count, heads, rows, …)."""
@@ -142,14 +144,12 @@ def _batch(rectangles: list[Rectangle]) -> list[ChunkTiles]:
     batches: list[ChunkTiles] = []
     for tile in sorted(rectangles, key=lambda r: (r.causal, r.columns, r.rows, r.first)):
         if batches:
-            corner, count, stride = batches[-1]
-            step = tile.first - corner.first, tile.begin - corner.begin
-            if tile[2:] == corner[2:] and step[0] == step[1] >= max(tile.rows, tile.columns):
-                if count == 1:
-                    batches[-1] = ChunkTiles(corner, 2, step[0])
-                    continue
-                if step[0] == count * stride:
-                    batches[-1] = ChunkTiles(corner, count + 1, stride)
-                    continue
+            last = batches[-1]
+            step = tile.first - last.corner.first
+            aligned = step == tile.begin - last.corner.begin >= max(tile.rows, tile.columns)
+            stride = step if last.count == 1 else last.stride
+            if tile[2:] == last.corner[2:] and aligned and step == last.count * stride:
+                batches[-1] = ChunkTiles(last.corner, last.count + 1, stride)
+                continue
         batches.append(ChunkTiles(tile))
     return batches

@@ -1,7 +1,7 @@
 """Position methods: the rotary positions and distance biases of queries and keys."""
 
 from isentrope.positions.alibi import ALiBi
-from isentrope.positions.branch import Branch, ModelRotary, NoPE, Position
+from isentrope.positions.branch import Branch, Lengths, ModelRotary, NoPE, Position
 from isentrope.positions.chunks import DualChunk
 from isentrope.positions.clex import CLEX
 from isentrope.positions.pose import PoSE
@@ -18,6 +18,7 @@ __all__ = [
     "Branch",
     "DualChunk",
     "LeakyReRoPE",
+    "Lengths",
     "ModelRotary",
     "NoPE",
     "PoSE",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isentrope.core.region import chunks
 from isentrope.parts import check_integer
-from isentrope.positions.branch import Branch, ModelRotary
+from isentrope.positions.branch import Branch, Lengths, ModelRotary
 from isentrope.positions.rope import PositionMap
 
 LOCAL_SHARE = 6  # a chunk of ¾ n_tr has n_tr / 8 local keys
@@ -75,7 +75,7 @@ class DualChunk(PositionMap):
     def idle(self, length: int) -> bool:
         return self.chunk is not None and length <= self.chunk
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         chunk, step = self._require_sizes()
         farthest = min(2 * step - 1, chunk)
         own = query % step

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isentrope.core.region import band
 from isentrope.parts import check_integer
-from isentrope.positions.branch import Branch, ModelRotary
+from isentrope.positions.branch import Branch, Lengths, ModelRotary
 from isentrope.positions.rope import PositionMap
 
 MAX_LOCAL = 128
@@ -70,7 +70,7 @@ class STRING(PositionMap):
     def idle(self, length: int) -> bool:
         return self.shift is not None and length <= self.shift
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         shift = self._require_shift()
         local = max(1, min(MAX_LOCAL, shift // LOCAL_SHARE)) if self.local is None else self.local
         return (
