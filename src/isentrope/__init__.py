@@ -18,20 +18,25 @@ from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
 from isentrope.positions import (
     CLEX,
+    DPE,
     NTK,
     PI,
     STRING,
     ALiBi,
+    CoPE,
     DualChunk,
     LeakyReRoPE,
+    LongRoPE,
     NoPE,
     PoSE,
     ReRoPE,
+    Resonance,
     RoPE,
     SelfExtend,
     YaRN,
 )
 from isentrope.recipe import Recipe
+from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
@@ -68,10 +73,10 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",
     "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
-    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING", "ALiBi",
-    "CLEX", "PoSE", "NoPE",
+    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING", "ALiBi", "CLEX", "PoSE",
+    "NoPE", "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Constant", "Share",
+    "Fitted", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

@@ -14,7 +14,15 @@ from tests.fixtures.recipes import EXACT, SMALL_POSITIONS, TRAINABLE, D, example
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "far", [ise.ReRoPE, ise.LeakyReRoPE, lambda w: ise.SelfExtend(w, 3), lambda w: ise.DualChunk(w + 1, 0), ise.STRING]
+    "far",
+    [
+        ise.ReRoPE,
+        ise.LeakyReRoPE,
+        lambda w: ise.SelfExtend(w, 3),
+        lambda w: ise.DPE(w, (3, 2)),
+        lambda w: ise.DualChunk(w + 1, 0),
+        ise.STRING,
+    ],
 )
 @examples(15)
 @given(seeds, st.integers(1, 30), st.integers(0, 5))
@@ -24,7 +32,7 @@ def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype
     assert torch.equal(near, attention(q, k, v, "rope", causal=causal))
 
 
-RELATIVE = [name for name in SMALL_POSITIONS if not name.startswith(("none", "selfextend", "dualchunk"))]
+RELATIVE = [name for name in SMALL_POSITIONS if not name.startswith(("none", "selfextend", "dpe", "dualchunk"))]
 
 
 @pytest.mark.parametrize("position", RELATIVE)
@@ -71,6 +79,9 @@ SAME_AS_ROPE = {
     "selfextend": lambda w: ise.SelfExtend(w, 1),
     "dualchunk": lambda w: ise.DualChunk(20 + w, w // 2),
     "string": lambda w: ise.STRING(w, w),
+    "dpe": lambda w: ise.DPE(w, (1, 1, 1)),
+    "longrope": lambda w: ise.LongRoPE((2.0,) * (D // 2), original_length=20 + w),
+    "cope": lambda w: ise.CoPE(original_length=10**6),
     "pi": lambda w: ise.PI(1.0),
     "yarn": lambda w: ise.YaRN(1.0, 10 * w),
     "ntk": lambda w: ise.NTK(1.0),

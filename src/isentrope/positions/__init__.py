@@ -4,6 +4,8 @@ from isentrope.positions.alibi import ALiBi
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, NoPE, Position
 from isentrope.positions.chunks import DualChunk
 from isentrope.positions.clex import CLEX
+from isentrope.positions.frequencies import CoPE, LongRoPE, Resonance
+from isentrope.positions.per_frequency import DPE
 from isentrope.positions.pose import PoSE
 from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
 from isentrope.positions.rope import NTK, PI, RoPE, YaRN
@@ -11,19 +13,23 @@ from isentrope.positions.string import STRING
 
 __all__ = [
     "CLEX",
+    "DPE",
     "NTK",
     "PI",
     "STRING",
     "ALiBi",
     "Branch",
+    "CoPE",
     "DualChunk",
     "LeakyReRoPE",
     "Lengths",
+    "LongRoPE",
     "ModelRotary",
     "NoPE",
     "PoSE",
     "Position",
     "ReRoPE",
+    "Resonance",
     "RoPE",
     "SelfExtend",
     "YaRN",
