@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -12,28 +11,11 @@ import torch
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
-from isentrope.parts import REQUIRED, Part
+from isentrope.parts import Part
+from isentrope.recipe.kinds import KINDS, PLAIN
+from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
 from isentrope.share import Share
 from isentrope.utils.messages import format_value, suggest, truncate
-
-# the parts that a recipe's text may name; add a new method here
-KINDS: dict[str, tuple[type[Part], ...]] = {
-    "position": (
-        positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
-        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
-    ),
-    "temperature": (
-        temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
-        temperatures.Power, temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact,
-        temperatures.Llama4, temperatures.SSMax, temperatures.Fitted,
-    ),
-    "score": (scores.Dot, scores.Cosine),
-    "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
-    "share": (Share,),
-}  # fmt: skip
-PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
-PLAIN = "plain"
-MAX_DEPTH = 32  # of brackets, or of masks inside masks
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,7 @@ class Recipe:
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
         parts += [] if self.share is None else [self.share]
-        if parts and (self.position is None or self.position.near_window is None):
+        if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
                 f"rerope:window=…, got {'none' if self.position is None else self.position}"
@@ -93,7 +75,9 @@ class Recipe:
 
     @property
     def counts_unseen_keys(self) -> bool:
-        """Whether a temperature depends on more than the keys that a query sees."""
+        """Whether a temperature or the position method depends on more than the keys that a query sees."""
+        if self.position is not None and self.position.depends_on_row_length:
+            return True
         return any(getattr(part, "count", "visible") != "visible" for part in self.temperatures)
 
     @property
@@ -124,7 +108,7 @@ class Recipe:
         position = None if self.position is None else self.position.resolve(length)
         share = self.share
         if hasattr(share, "resolve"):
-            share = share.resolve(length, self.position.near_window)
+            share = share.resolve(length, None if position is None else position.near_window)
         if position is self.position and share is self.share:
             return self
         filled = copy(self)
@@ -175,7 +159,7 @@ class Recipe:
         parts: dict[str, Any] = {}
         for expected, options in data.items():
             is_pair = expected == "temperature" and isinstance(options, list) and len(options) > 0
-            built = [_from_dict(each, defaults) for each in (options if is_pair else [options])]
+            built = [part_from_dict(each, defaults) for each in (options if is_pair else [options])]
             for kind, part in built:
                 if kind != expected:
                     got = f"the {kind} {truncate(str(part))}"
@@ -205,8 +189,8 @@ class Recipe:
         parts: dict[str, Any] = {}
         if text.strip() == PLAIN:
             return cls()
-        for part_text in _split(text, "+"):
-            kind, part = _parse_part(part_text, defaults)
+        for part_text in split_text(text, "+"):
+            kind, part = parse_part(part_text, defaults)
             if kind == "temperature":
                 part = (*parts.get(kind, ()), part)  # type: ignore[assignment]
             elif kind in parts:
@@ -241,87 +225,6 @@ def _order_pair(parts: Sequence[Any]) -> Any:
             f"{' and '.join(truncate(str(part)) for part in parts)}"
         )
     return pair["near"], pair["far"]
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator outside all brackets."""
-    items, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        depth += (character in "([") - (character in ")]")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"recipe: expected at most {MAX_DEPTH} nested brackets, got {format_value(text)}")
-        if character == separator and depth == 0:
-            items.append(text[start:index])
-            start = index + 1
-    if depth:
-        raise ValueError(f"recipe: expected matching brackets, got {format_value(text)}")
-    return [item.strip() for item in (*items, text[start:])]
-
-
-def _parse_part(text: str, defaults: dict[str, Any]) -> tuple[str, Part]:
-    for operator, combine in (("|", masks.Or), ("&", masks.And)):
-        operands = _split(text, operator)
-        if len(operands) > 1:
-            parts = [_parse_part(operand, defaults) for operand in operands]
-            for kind, part in parts:
-                if kind != "mask":
-                    got = f"the {kind} {truncate(str(part))} in {format_value(text)}"
-                    raise ValueError(f"recipe: only masks are joined with {operator}, got {got}; use + for a {kind}")
-            return "mask", combine(tuple(part for _, part in parts))  # type: ignore[misc]
-    if text.startswith("(") and text.endswith(")"):
-        return _parse_part(text[1:-1], defaults)
-    name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    for option in _split(rest, ",") if rest else []:
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"recipe part {format_value(text)}: expected name=value, got {format_value(option)}")
-        if key.strip() in options:
-            raise ValueError(
-                f"recipe part {format_value(text)}: option {format_value(key.strip())} is given twice; keep one"
-            )
-        options[key.strip()] = _parse_value(value.strip())
-    return _build(name.strip(), options, defaults)
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # not a literal, or too large
-        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
-
-
-def _from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple[str, Part]:
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise ValueError(f"Recipe.from_dict: expected a dictionary with a name, got {format_value(data)}")
-    if depth > MAX_DEPTH:
-        raise ValueError(f"Recipe.from_dict: expected at most {MAX_DEPTH} nested masks, got more")
-    options = {key: value for key, value in data.items() if key != "name"}
-    if data["name"] in ("and", "or") and isinstance(options.get("masks"), (list, tuple)):
-        options["masks"] = tuple(_from_dict(mask, defaults, depth + 1)[1] for mask in options["masks"])
-    return _build(data["name"], options, defaults)
-
-
-def _build(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
-    """Build the part called `name`; errors for unknown names and options suggest a known one."""
-    if name not in PARTS:
-        raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
-    kind, part = PARTS[name]
-    known = part.options()
-    for key in options:
-        if key not in known:
-            raise ValueError(f"recipe part {name!r}: unknown option {format_value(key)}{suggest(key, known)}")
-    required = [key for key, default in known.items() if default is REQUIRED]
-    options = {key: defaults[key] for key in required if defaults.get(key) is not None} | options
-    missing = [key for key in required if key not in options]
-    if missing:
-        example = ",".join(f"{key}=…" for key in missing)
-        raise ValueError(
-            f"recipe part {name!r}: missing option {', '.join(map(repr, missing))}; add it as {name}:{example}"
-        )
-    built = part(**options)
-    # for use as it is: a model that registers learned parts puts them in its own mode
-    return kind, built.eval() if isinstance(built, torch.nn.Module) else built
 
 
 _parsed: dict[str, Recipe] = {}

@@ -1,0 +1,25 @@
+"""The parts that recipes are made of, by kind and by name."""
+
+from __future__ import annotations
+
+from isentrope import masks, positions, scores, temperatures
+from isentrope.parts import Part
+from isentrope.share import Share
+
+# the parts that a recipe's text may name; add a new method here
+KINDS: dict[str, tuple[type[Part], ...]] = {
+    "position": (
+        positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
+        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+    ),
+    "temperature": (
+        temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
+        temperatures.Power, temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact,
+        temperatures.Llama4, temperatures.SSMax, temperatures.Fitted,
+    ),
+    "score": (scores.Dot, scores.Cosine),
+    "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
+    "share": (Share,),
+}  # fmt: skip
+PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
+PLAIN = "plain"
