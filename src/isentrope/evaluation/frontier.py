@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import exp
 from pathlib import Path
@@ -106,7 +106,7 @@ def build_board(folder: Path) -> ComparisonBoard:
     sources = [*files.values(), *asked.values()]
     if not kinds and not fillers:
         raise ValueError(f"{folder}: expected results of isentrope compare, got none; run the plan")
-    measured = [*(kind.losses for kind in kinds.values()), *fillers.values()]
+    measured: list[Mapping[str, Any]] = [*(kind.losses for kind in kinds.values()), *fillers.values()]
     recipes = [recipe for recipe in plan["recipes"] if any(recipe in group for group in measured)]
     rows = [_build_row(recipe, recipe in plan["forgetful"], kinds, fillers) for recipe in recipes]
     _compare_costs(rows)

@@ -78,7 +78,7 @@ class RetrievalPart:
 
     def cells(self) -> list[Cell]:
         """List tasks, lengths and depths: the middle of the text first, then the ceiling before the longest."""
-        order = {depth: index for index, depth in enumerate(DEPTH_ORDER)}
+        order: dict[float, int] = {depth: index for index, depth in enumerate(DEPTH_ORDER)}
         lengths = self.config.lengths if self.ceiling is None else (*self.config.lengths, self.ceiling)
         cells = replace(self.config, lengths=tuple(dict.fromkeys(lengths))).cells
         return sorted(cells, key=lambda cell: (order.get(cell[2] or 0, len(order)), cell[1] != self.ceiling, -cell[1]))
@@ -128,8 +128,8 @@ class ComparisonPlan:
         """
         parts: dict[str, Any] = {}
         for name in PARTS:
-            part = getattr(self, name) if only in (None, name) else None
-            texts = {} if part is None else {k: v for k, v in part.texts.items() if not kinds or k in kinds}
+            part: Any = getattr(self, name) if only in (None, name) else None
+            texts = {k: v for k, v in part.texts.items() if not kinds or k in kinds} if part else {}
             parts[name] = replace(part, texts=texts) if texts else None
         recipes = tuple(recipe for recipe in self.recipes if not any(text in recipe for text in without))
         if not recipes or parts == dict.fromkeys(PARTS):
@@ -154,11 +154,12 @@ def load_comparison(path: Path) -> ComparisonPlan:
     recipes = check_list(where, data, "recipes", str)
     if not recipes or len(set(recipes)) != len(recipes):
         raise ValueError(f"{where}: recipes: expected one or more, each once, got {list(recipes)}")
-    parts = [_parse_perplexity(where, data.get("perplexity")), _parse_retrieval(where, data.get("retrieval"), recipes)]
-    if parts == [None, None]:
+    perplexity = _parse_perplexity(where, data.get("perplexity"))
+    retrieval = _parse_retrieval(where, data.get("retrieval"), recipes)
+    if perplexity is None and retrieval is None:
         raise ValueError(f"{where}: expected perplexity, retrieval or both, got neither")
     title, dtype = str(data.get("title", path.stem)), str(data.get("dtype", "auto"))
-    return ComparisonPlan(path.stem, title, recipes, *parts, dtype)  # type: ignore[arg-type]
+    return ComparisonPlan(path.stem, title, recipes, perplexity, retrieval, dtype)
 
 
 def _parse_perplexity(where: str, data: Any) -> PerplexityPart | None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import cos, pi, sin
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -136,7 +137,7 @@ def place_numbers(axes: Axes, points: Sequence[tuple[float, float]], rows: Seque
             axes.plot([start[0], at[0]], [start[1], at[1]], color=colour, linewidth=0.5, alpha=0.6, zorder=2)
         background = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.85} if is_far else None
         axes.text(
-            *at, text, ha="center", va="center", fontsize=8, color=colour, zorder=5,
+            at[0], at[1], text, ha="center", va="center", fontsize=8, color=colour, zorder=5,
             weight="bold" if row["front"] else "normal", bbox=background,
         )  # fmt: skip
     return placed
@@ -184,7 +185,9 @@ def _draw_key(figure: Figure, key: Sequence[tuple[ComparedRecipe, list[str]]], h
     for row, texts in key:
         found, ratio = row["found"], row["ratio"]
         assert found is not None and ratio is not None  # selected by the caller
-        style = {"color": FRONT_COLOUR, "weight": "bold"} if row["front"] else {"color": "#222222", "weight": "normal"}
+        style: dict[str, Any] = (
+            {"color": FRONT_COLOUR, "weight": "bold"} if row["front"] else {"color": "#222222", "weight": "normal"}
+        )
         y = top - line * step
         figure.text(0.06, y, str(row["number"]), fontsize=7.8, ha="right", **style)
         figure.text(0.985, y, f"{100 * found['share']:.0f} % · {ratio:.3g}", fontsize=7.8, ha="right", **style)

@@ -46,7 +46,7 @@ def render_comparison(folder: Path, name: str) -> str:
     figures = {suffix: path for suffix in MIME_TYPES if (path := folder / f"frontier{suffix}").is_file()}
     figure = f"<h3>Frontier</h3>{render_figure(figures, CAPTION)}" if figures else ""
     left_out = render_details("Recipes left out", board["left_out"])
-    settings = {key: board[key] for key in ("model", "train_length", "edges", "texts", "cells")}  # type: ignore[literal-required]
+    settings = {key: board[key] for key in ("model", "train_length", "edges", "texts", "cells")}
     return (
         f'<section class="plan" id="{name}" aria-labelledby="{name}-title">'
         f'<p class="eyebrow">{escape(board["model"]["name"])}</p><h2 id="{name}-title">{escape(board["title"])}</h2>'
