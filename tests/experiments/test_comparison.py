@@ -65,8 +65,8 @@ def test_a_comparison_from_the_command_line(folder, run):
     assert set(rows) == {"plain", "rerope:window=16", "window:size=32"} and board["train_length"] == 256
     assert board["texts"] == {"modules": 2, "notes": 1} and board["cells"] == {"modules": 1, "repetitive": 1}
     assert board["length"] == 440 and board["ceiling"]["length"] == 430
-    assert board["ceiling"]["found"]["count"] == 2 and rows["plain"]["found"] is None
-    assert rows["rerope:window=16"]["found"]["count"] == 2 and rows["rerope:window=16"]["front"]
+    assert board["ceiling"]["retrieved"]["count"] == 2 and rows["plain"]["retrieved"] is None
+    assert rows["rerope:window=16"]["retrieved"]["count"] == 2 and rows["rerope:window=16"]["front"]
     assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3 and rows["plain"]["inside"] is None
     assert rows["window:size=32"]["forgets"] and rows["rerope:window=16"]["inside"] != 0
     assert "notknown:size=4" in board["left_out"]

@@ -89,9 +89,9 @@ def test_recipes_are_compared_on_what_all_of_them_have(folder):
     assert rerope["inside"] == pytest.approx(100 * (math.exp(0.1 * 10 / 19 / 2) - 1)) and plain["inside"] is None
     assert rerope["inside_by_kind"]["manuals"] == pytest.approx(0)
     assert board["cells"] == {"novels": 2, "plain": 2} and board["length"] == 40  # places that both have
-    assert (rerope["found"]["found"], rerope["found"]["count"]) == (3, 4) and window["found"]["found"] == 0
-    assert rerope["fillers"]["plain"]["share"] == 0.5 and plain["found"] is None
-    assert rerope["found"]["low"] < 0.75 < rerope["found"]["high"]
+    assert (rerope["retrieved"]["hits"], rerope["retrieved"]["count"]) == (3, 4) and window["retrieved"]["hits"] == 0
+    assert rerope["fillers"]["plain"]["share"] == 0.5 and plain["retrieved"] is None
+    assert rerope["retrieved"]["low"] < 0.75 < rerope["retrieved"]["high"]
 
 
 def test_costs_and_the_ceiling(folder):
@@ -100,13 +100,13 @@ def test_costs_and_the_ceiling(folder):
     assert (rerope["seconds"], rerope["time"], rerope["memory"]) == (2.0, 2.0, 1.5)  # of the fastest pass
     assert window["time"] == 0.5 and plain["passes"] == 3
     ceiling = board["ceiling"]
-    assert ceiling["length"] == 20 and ceiling["found"]["found"] == ceiling["found"]["count"] == 4
+    assert ceiling["length"] == 20 and ceiling["retrieved"]["hits"] == ceiling["retrieved"]["count"] == 4
     assert ceiling["perplexity"]["novels"] == pytest.approx(math.e)
 
 
 def test_the_front():
     def row(ratio, share):
-        return {"ratio": ratio, "found": None if share is None else {"share": share}, "front": False}
+        return {"ratio": ratio, "retrieved": None if share is None else {"share": share}, "front": False}
 
     rows = [row(1.0, 0.5), row(1.1, 0.5), row(1.2, 0.9), row(1.2, 0.9), row(0.9, 0.1), row(0.8, None), row(None, 1.0)]
     mark_front(rows)

@@ -17,10 +17,10 @@ FILLER_SUFFIX = "-filler"  # of the folders of retrieval, one for each kind of f
 PLAIN = "plain"
 
 
-class Found(TypedDict):
+class Retrieved(TypedDict):
     """Answers found of those asked for, and a 95 % interval of their share."""
 
-    found: int
+    hits: int
     count: int
     share: float
     low: float
@@ -32,9 +32,9 @@ class ComparedRecipe(TypedDict):
 
     perplexity: by kind of text, in every bucket. ratio: of perplexity in the last bucket to the plain model's in the
     last one inside its training length, the geometric mean over kinds. inside: change of perplexity inside the
-    training length in per cent, the same. fillers: answers found at the longest length, by kind of filler; found: in
+    training length in per cent, the same. fillers: answers at the longest length, by kind of filler; retrieved: in
     all of them. seconds, peak_bytes: of a forward pass of the longest length, the fastest of `passes`; time, memory:
-    the same relative to the plain model. front: no other recipe is better in ratio and found.
+    the same relative to the plain model. front: no other recipe is better in ratio and retrieved.
     """
 
     number: int
@@ -45,9 +45,9 @@ class ComparedRecipe(TypedDict):
     ratio: float | None
     inside: float | None
     inside_by_kind: dict[str, float]
-    fillers: dict[str, Found]
-    tasks: dict[str, Found]
-    found: Found | None
+    fillers: dict[str, Retrieved]
+    tasks: dict[str, Retrieved]
+    retrieved: Retrieved | None
     seconds: float | None
     peak_bytes: int | None
     passes: int
@@ -60,8 +60,8 @@ class Ceiling(TypedDict):
 
     length: int | None
     perplexity: dict[str, float]
-    fillers: dict[str, Found]
-    found: Found | None
+    fillers: dict[str, Retrieved]
+    retrieved: Retrieved | None
 
 
 class ComparisonBoard(TypedDict):
@@ -94,16 +94,16 @@ def build_board(folder: Path) -> ComparisonBoard:
     """
     plan = read_fields(folder / COMPARISON_FILE, RERUN_REMEDY, "title", "recipes", "forgetful")
     files = {path.parent.name: _read(path, "texts") for path in sorted(folder.glob(f"*/{PERPLEXITY.file}"))}
-    asked = {
+    retrieval = {
         path.parent.name.removesuffix(FILLER_SUFFIX): _read(path) for path in sorted(folder.glob(f"*/{RETRIEVAL.file}"))
     }
     kinds = {kind: KindLosses(data) for kind, data in files.items() if data["cells"]}
     length = max(
-        (n for data in asked.values() for n in data["config"]["lengths"] if _is_compared(data, n)), default=None
+        (n for data in retrieval.values() for n in data["config"]["lengths"] if _is_compared(data, n)), default=None
     )
-    fillers = {kind: _select_answers(data, length) for kind, data in asked.items()}
+    fillers = {kind: _select_answers(data, length) for kind, data in retrieval.items()}
     fillers = {kind: answers for kind, answers in fillers.items() if answers}
-    sources = [*files.values(), *asked.values()]
+    sources = [*files.values(), *retrieval.values()]
     if not kinds and not fillers:
         raise ValueError(f"{folder}: expected results of isentrope compare, got none; run the plan")
     measured: list[Mapping[str, Any]] = [*(kind.losses for kind in kinds.values()), *fillers.values()]
@@ -123,7 +123,7 @@ def build_board(folder: Path) -> ComparisonBoard:
         "texts": {kind: len(losses.texts) for kind, losses in kinds.items()},
         "length": length,
         "cells": {kind: len(next(iter(answers.values()))) for kind, answers in fillers.items()},
-        "ceiling": _build_ceiling(plan.get("ceiling"), kinds, asked),
+        "ceiling": _build_ceiling(plan.get("ceiling"), kinds, retrieval),
         "rows": rows,
         "left_out": plan.get("left_out") or {},
         "run": sources[-1].get("run"),
@@ -193,14 +193,14 @@ def _select_answers(data: dict[str, Any], length: int | None) -> Answers:
     return {recipe: {key: cells[key] for key in cells if key in common} for recipe, cells in answers.items() if common}
 
 
-def count_found(cells: Iterable[dict[str, Any]]) -> Found | None:
+def count_retrieved(cells: Iterable[dict[str, Any]]) -> Retrieved | None:
     """Count the examples whose answer greedy decoding would give word for word; None where there are none."""
     examples = [example for cell in cells for example in cell["examples"]]
     if not examples:
         return None
-    found = sum(example["likeliest"] == example["answer"] for example in examples)
-    low, high = wilson_interval(found, len(examples))
-    return {"found": found, "count": len(examples), "share": found / len(examples), "low": low, "high": high}
+    hits = sum(example["likeliest"] == example["answer"] for example in examples)
+    low, high = wilson_interval(hits, len(examples))
+    return {"hits": hits, "count": len(examples), "share": hits / len(examples), "low": low, "high": high}
 
 
 def _build_row(
@@ -227,9 +227,9 @@ def _build_row(
         "ratio": _exp_mean(ratios),
         "inside": None if (change := _exp_mean(changes.values())) is None else 100 * (change - 1),
         "inside_by_kind": {name: 100 * (exp(x) - 1) for name, x in changes.items() if x is not None},
-        "fillers": {name: found for name, cells in by_filler.items() if (found := count_found(cells))},
-        "tasks": {t: found for t in tasks if (found := count_found(c for c in everything if c["task"] == t))},
-        "found": count_found(everything) if len(by_filler) == len(fillers) else None,
+        "fillers": {name: answers for name, cells in by_filler.items() if (answers := count_retrieved(cells))},
+        "tasks": {t: answers for t in tasks if (answers := count_retrieved(c for c in everything if c["task"] == t))},
+        "retrieved": count_retrieved(everything) if len(by_filler) == len(fillers) else None,
         "seconds": min((cell["seconds"] for cell in passes), default=None),
         "peak_bytes": max(peaks, default=None),
         "passes": len(passes),
@@ -256,7 +256,9 @@ def _compare_costs(rows: Sequence[ComparedRecipe]) -> None:
 
 def mark_front(rows: Sequence[ComparedRecipe]) -> None:
     """Mark the recipes that none beats in both perplexity and answers found."""
-    points = [(row["ratio"], row["found"]["share"], row) for row in rows if row["ratio"] is not None and row["found"]]
+    points = [
+        (row["ratio"], row["retrieved"]["share"], row) for row in rows if row["ratio"] is not None and row["retrieved"]
+    ]
     for ratio, share, row in points:
         row["front"] = not any(
             other_ratio <= ratio and other_share >= share and (other_ratio, other_share) != (ratio, share)
@@ -266,13 +268,13 @@ def mark_front(rows: Sequence[ComparedRecipe]) -> None:
 
 def _rank(row: ComparedRecipe) -> tuple[float, float]:
     """Rank by answers found, then by perplexity; what lacks a number comes after what has it."""
-    share = row["found"]["share"] if row["found"] else -1.0
+    share = row["retrieved"]["share"] if row["retrieved"] else -1.0
     return -share, row["ratio"] if row["ratio"] is not None else float("inf")
 
 
-def _build_ceiling(length: int | None, kinds: dict[str, KindLosses], asked: dict[str, dict[str, Any]]) -> Ceiling:
+def _build_ceiling(length: int | None, kinds: dict[str, KindLosses], retrieval: dict[str, dict[str, Any]]) -> Ceiling:
     fillers: dict[str, list[dict[str, Any]]] = {}
-    for name, data in asked.items():
+    for name, data in retrieval.items():
         cells = [c for c in data["cells"] if (c["recipe"], c["length"]) == (PLAIN, length) and c.get("failed") is None]
         if cells:
             fillers[name] = cells
@@ -280,6 +282,6 @@ def _build_ceiling(length: int | None, kinds: dict[str, KindLosses], asked: dict
     return {
         "length": length,
         "perplexity": {name: perplexity(loss) for name, loss in own.items() if loss is not None},
-        "fillers": {name: found for name, cells in fillers.items() if (found := count_found(cells))},
-        "found": count_found(cell for cells in fillers.values() for cell in cells),
+        "fillers": {name: answers for name, cells in fillers.items() if (answers := count_retrieved(cells))},
+        "retrieved": count_retrieved(cell for cells in fillers.values() for cell in cells),
     }

@@ -167,13 +167,13 @@ class ComparisonInputs:
                 self.texts[kind] = load_texts([folder / name], model, None, part.edges[-1], part.documents)
         cells: list[Cell] = []
         tokenizer, chat, examples, seed = None, False, 0, 0
-        if (asked := plan.retrieval) is not None:
+        if (questions := plan.retrieval) is not None:
             self.haystacks = {
-                kind: load_haystack([folder / name] if name else []) for kind, name in asked.texts.items()
+                kind: load_haystack([folder / name] if name else []) for kind, name in questions.texts.items()
             }
             prompts = PromptFormat.from_tokenizer(load_tokenizer(model))
-            tokenizer, chat, cells = prompts.tokenizer, prompts.chat, asked.cells()
-            examples, seed = asked.config.examples, asked.config.seed
+            tokenizer, chat, cells = prompts.tokenizer, prompts.chat, questions.cells()
+            examples, seed = questions.config.examples, questions.config.seed
         self.prompts = PreparedPrompts(tokenizer, chat)
         self.workers = PromptWorkers(self.prompts, self.haystacks, cells, examples, seed, workers if cells else 0)
 

@@ -32,7 +32,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 def draw_frontier(board: ComparisonBoard, folder: Path) -> list[Path]:
     """Draw `frontier.png` and `.svg` in a folder; nothing where no recipe has both numbers."""
-    rows = [row for row in board["rows"] if row["ratio"] is not None and row["found"] is not None]
+    rows = [row for row in board["rows"] if row["ratio"] is not None and row["retrieved"] is not None]
     if not rows:
         return []
     with matplotlib.rc_context(RC_PARAMS | {"font.size": 9}):
@@ -49,7 +49,7 @@ def draw_board(board: ComparisonBoard, rows: Sequence[ComparedRecipe]) -> Figure
     axes = figure.add_axes((0.155, 1 - (PLOT_HEIGHT - 0.5) / height, 0.81, (PLOT_HEIGHT - 1.1) / height))
     points = _draw_points(axes, rows)
     _set_axes(axes, board, rows)
-    ceiling = board["ceiling"]["found"]
+    ceiling = board["ceiling"]["retrieved"]
     if ceiling is not None:
         axes.axhline(ceiling["share"], color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -76,12 +76,12 @@ def _limit(rows: Sequence[ComparedRecipe]) -> float:
 def _draw_points(axes: Axes, rows: Sequence[ComparedRecipe]) -> list[tuple[float, float]]:
     limit, points = _limit(rows), list[tuple[float, float]]()
     for row in rows:
-        found, ratio = row["found"], row["ratio"]
-        assert found is not None and ratio is not None  # selected by the caller
-        x, y = min(ratio, limit), found["share"]
+        answers, ratio = row["retrieved"], row["ratio"]
+        assert answers is not None and ratio is not None  # selected by the caller
+        x, y = min(ratio, limit), answers["share"]
         colour = FRONT_COLOUR if row["front"] else OTHER_COLOUR
         marker = ">" if ratio > limit else FORGETFUL_MARKER if row["forgets"] else MARKER
-        axes.vlines(x, found["low"], found["high"], color=colour, linewidth=0.8, alpha=0.35, zorder=2)
+        axes.vlines(x, answers["low"], answers["high"], color=colour, linewidth=0.8, alpha=0.35, zorder=2)
         face = colour if row["front"] else "white"
         size = 5.5 if row["front"] else 4.5
         axes.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=size, zorder=4, clip_on=False)
@@ -183,14 +183,14 @@ def _draw_key(figure: Figure, key: Sequence[tuple[ComparedRecipe, list[str]]], h
     figure.text(0.985, top, "found · ratio", fontsize=7.8, ha="right", color=INK)
     line = 1
     for row, texts in key:
-        found, ratio = row["found"], row["ratio"]
-        assert found is not None and ratio is not None  # selected by the caller
+        answers, ratio = row["retrieved"], row["ratio"]
+        assert answers is not None and ratio is not None  # selected by the caller
         style: dict[str, Any] = (
             {"color": FRONT_COLOUR, "weight": "bold"} if row["front"] else {"color": "#222222", "weight": "normal"}
         )
         y = top - line * step
         figure.text(0.06, y, str(row["number"]), fontsize=7.8, ha="right", **style)
-        figure.text(0.985, y, f"{100 * found['share']:.0f} % · {ratio:.3g}", fontsize=7.8, ha="right", **style)
+        figure.text(0.985, y, f"{100 * answers['share']:.0f} % · {ratio:.3g}", fontsize=7.8, ha="right", **style)
         for text in texts:
             figure.text(0.08, top - line * step, text, fontsize=7.8, **style)
             line += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from isentrope.evaluation.frontier import ComparedRecipe, ComparisonBoard, Found, build_board
+from isentrope.evaluation.frontier import ComparedRecipe, ComparisonBoard, Retrieved, build_board
 from isentrope.evaluation.ranking import MAX_DEGRADATION_PERCENT
 from isentrope.report.tables.numbers import format_bucket, format_length, format_perplexity
 from isentrope.report.tables.style import TABLE_STYLE
@@ -17,7 +17,7 @@ from isentrope.utils.files import write_atomically
 
 GIB = 2**30
 OVERALL, COST = "overall", "forward pass"  # groups of columns
-FOUND = "found"
+RETRIEVED = "found"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def build_columns(board: ComparisonBoard) -> list[Column]:
     rows, ceiling = board["rows"], board["ceiling"]
     own_ratio = "1.000" if ceiling["perplexity"] else ""
     columns = [
-        _build_found(OVERALL, FOUND, [row["found"] for row in rows], ceiling["found"]),
+        _build_retrieved(OVERALL, RETRIEVED, [row["retrieved"] for row in rows], ceiling["retrieved"]),
         Column(OVERALL, "ratio", _format([row["ratio"] for row in rows], "{:.3f}".format), own_ratio),
         Column(OVERALL, "inside", _format([row["inside"] for row in rows], "{:+.2f} %".format)),
     ]
@@ -58,7 +58,7 @@ def build_columns(board: ComparisonBoard) -> list[Column]:
     group = f"found at {format_length(board['length'])}" if board["length"] else ""
     for kind in board["cells"]:
         answers = [row["fillers"].get(kind) for row in rows]
-        columns.append(_build_found(group, f"in {kind}", answers, ceiling["fillers"].get(kind)))
+        columns.append(_build_retrieved(group, f"in {kind}", answers, ceiling["fillers"].get(kind)))
     columns.append(Column(COST, "time", _format([row["time"] for row in rows], "{:.2f} ×".format)))
     columns.append(Column(COST, "memory", _format([row["memory"] for row in rows], "{:.2f} ×".format)))
     return [column for column in columns if any(value is not None for _, value in column.cells)]
@@ -68,18 +68,18 @@ def _format(values: list[float | None], template: Callable[[float], str]) -> lis
     return [("–" if x is None else template(x), x) for x in values]
 
 
-def _build_found(group: str, head: str, answers: list[Found | None], ceiling: Found | None) -> Column:
-    cells = [(_format_found(x), None if x is None else x["share"]) for x in answers]
+def _build_retrieved(group: str, head: str, answers: list[Retrieved | None], ceiling: Retrieved | None) -> Column:
+    cells = [(_format_retrieved(x), None if x is None else x["share"]) for x in answers]
     intervals = ["" if x is None else format_interval(x) for x in answers]
-    return Column(group, head, cells, "" if ceiling is None else _format_found(ceiling), intervals, False)
+    return Column(group, head, cells, "" if ceiling is None else _format_retrieved(ceiling), intervals, False)
 
 
-def _format_found(found: Found | None) -> str:
-    return "–" if found is None else f"{found['found']} / {found['count']}"
+def _format_retrieved(answers: Retrieved | None) -> str:
+    return "–" if answers is None else f"{answers['hits']} / {answers['count']}"
 
 
-def format_interval(found: Found) -> str:
-    return f"{100 * found['low']:.0f}–{100 * found['high']:.0f} %"
+def format_interval(answers: Retrieved) -> str:
+    return f"{100 * answers['low']:.0f}–{100 * answers['high']:.0f} %"
 
 
 def describe_ceiling(board: ComparisonBoard) -> str:
@@ -103,7 +103,7 @@ def explain_columns(board: ComparisonBoard) -> str:
             f"length, too much above {MAX_DEGRADATION_PERCENT} %."
         )
     if board["cells"]:
-        parts.append("Found: all tokens of the answer are the likeliest.")
+        parts.append("Retrieved: all tokens of the answer are the likeliest.")
     plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
     if plain and plain["seconds"]:
         peak = f" and {plain['peak_bytes'] / GIB:.1f} GiB at the peak" if plain["peak_bytes"] else ""
@@ -125,7 +125,7 @@ def format_rows(board: ComparisonBoard) -> tuple[list[str], list[list[str]]]:
 
 def _join(column: Column, row: int) -> str:
     """A cell, with its interval in the column of all answers found."""
-    interval = column.intervals[row] if column.intervals and column.head == FOUND else ""
+    interval = column.intervals[row] if column.intervals and column.head == RETRIEVED else ""
     return f"{column.cells[row][0]} ({interval})" if interval else column.cells[row][0]
 
 
