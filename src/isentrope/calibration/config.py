@@ -51,7 +51,7 @@ class CalibrationConfig:
                 raise ValueError(
                     f"recipe: expected one for all layers, whose law is fitted for each of them, got {truncate(text)}"
                 )
-            has_far_keys = recipe.position is not None and recipe.position.near_window is not None
+            has_far_keys = recipe.position is not None and recipe.position.has_far_keys
             if recipe.temperatures and not has_far_keys:
                 raise ValueError(
                     f"recipe: expected one without a temperature, which is to be fitted, got {recipe.temperature}"
