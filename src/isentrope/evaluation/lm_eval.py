@@ -110,7 +110,12 @@ def _restore_commas(text: str) -> str:
 
 def _depends_on_row(recipe: Recipe) -> bool:
     """Whether padding at the end of a row changes how its tokens are read."""
-    by_length = (isinstance(part, CLEX) or (isinstance(part, NTK) and part.dynamic) for part in recipe.parts)
+    by_length = (
+        isinstance(part, CLEX)
+        or (isinstance(part, NTK) and part.dynamic)
+        or getattr(part, "depends_on_row_length", False)
+        for part in recipe.parts
+    )
     laws = (law for one in recipe.recipes for law in one.temperatures)
     return any(by_length) or any(getattr(law, "count", "visible") == "sequence" for law in laws)
 
