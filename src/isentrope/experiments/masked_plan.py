@@ -116,7 +116,7 @@ class MaskedPlan:
             try:  # before anything is trained
                 recipe = build_gau_recipe(row.recipe, self.train_length, 128)
                 if row.fit and (isinstance(recipe, LayerRecipes) or recipe.temperatures or recipe.share is not None):
-                    expected = "one recipe for all layers, without a temperature and a share law"
+                    expected = "a recipe without a temperature and a share law, the same for all layers"
                     raise ValueError(f"fit: expected {expected}, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
