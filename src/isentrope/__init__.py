@@ -16,7 +16,23 @@ from isentrope.attention import Aux, attention
 from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
-from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
+from isentrope.positions import (
+    CLEX,
+    DPE,
+    NTK,
+    PI,
+    ALiBi,
+    CoPE,
+    LeakyReRoPE,
+    LongRoPE,
+    NoPE,
+    PoSE,
+    ReRoPE,
+    Resonance,
+    RoPE,
+    SelfExtend,
+    YaRN,
+)
 from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
@@ -56,6 +72,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "StreamingCache", "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
+    "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
     "Fitted", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",

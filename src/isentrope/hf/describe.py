@@ -33,8 +33,8 @@ class LayerDescription:
         far_tau: that of far keys; None where there are none.
         far_bias: what a share law adds to the scores of far keys; None where there are none.
         far_keys: which far keys a query sees, where they are chosen; None where it sees all.
-        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
-            the key is not visible.
+        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; one for
+            each group of pairs where they differ, None where the key is not visible.
         row_length: the keys of the row that `distances` are for, where they depend on that; else None.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
     """
@@ -45,7 +45,7 @@ class LayerDescription:
     mask: str
     cache: str
     tau: tuple[tuple[float, ...], ...]
-    distances: tuple[float | None, ...]
+    distances: tuple[float | tuple[float, ...] | None, ...]
     fastest: float | None
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
@@ -186,7 +186,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
         return tuple(share.bias(count).flatten().tolist())
 
 
-def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
+def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = DEPTH
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
@@ -197,8 +197,9 @@ def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
     for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
         if any(span.low <= -behind < span.high for span in branch.region.spans):
-            q, k = (0.0 if x is None else float(x) for x in (branch.query, branch.key))
-            return q - k
+            q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
+            distances = tuple((q - k).flatten().tolist())
+            return distances[0] if len(set(distances)) == 1 else distances
     return float(behind)
 
 
@@ -216,7 +217,9 @@ def _format_region(region: Region) -> str:
     return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
 
 
-def _format_distance(distance: float | None) -> str:
+def _format_distance(distance: float | tuple[float, ...] | None) -> str:
+    if isinstance(distance, tuple):
+        return f"{min(distance):g}–{max(distance):g}"
     return "·" if distance is None else f"{distance:g}"
 
 
