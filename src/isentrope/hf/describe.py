@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
+from isentrope.recipe.layer_sets import group_indices
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
@@ -83,9 +83,12 @@ class Description:
 
     def __str__(self) -> str:
         lines = [f"{self.model_type} under {shorten_recipe(self.recipe)}"]
-        for text, group in groupby(self.layers, key=str):
-            indices = [layer.index for layer in group]
-            lines.append(f"layers {indices[0]} … {indices[-1]}:" if len(indices) > 1 else f"layer {indices[0]}:")
+        alike: dict[str, list[int]] = {}
+        for layer in self.layers:
+            alike.setdefault(str(layer), []).append(layer.index)
+        for text, indices in alike.items():
+            runs = [f"{a} … {b}" if b > a else f"{a}" for a, b in group_indices(indices)]
+            lines.append(f"layer{'s' if len(indices) > 1 else ''} {', '.join(runs)}:")
             lines.append(text)
         return "\n".join(lines)
 
@@ -108,7 +111,7 @@ def describe(model: torch.nn.Module) -> Description:
 
 
 def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
-    layer, method = get_layer(info.module), extension.recipe.position
+    layer, method = get_layer(info.module), extension.recipe.for_layer(info.index).position
     region = layer.native_mask.visible
     if layer.recipe.mask is not None:
         region = region & layer.recipe.mask.region(layer.causal)

@@ -26,3 +26,4 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
+LAYERS = "layers"  # begins the text of a recipe per layer
