@@ -16,7 +16,21 @@ from isentrope.attention import Aux, attention
 from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
-from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
+from isentrope.positions import (
+    CLEX,
+    NTK,
+    PI,
+    ALiBi,
+    JetLong,
+    LaMPE,
+    LeakyReRoPE,
+    NoPE,
+    PoSE,
+    ReRoPE,
+    RoPE,
+    SelfExtend,
+    YaRN,
+)  # fmt: skip
 from isentrope.recipe import Recipe
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
@@ -54,7 +68,8 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",
     "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
-    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
+    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "JetLong", "LaMPE", "ALiBi", "CLEX",
+    "PoSE", "NoPE",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
     "Fitted", "Constant", "Share",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",

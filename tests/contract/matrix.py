@@ -38,6 +38,9 @@ POSITIONS = (
     f"selfextend:window={WINDOW},group=4",
     f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
     f"selfextend:window={WINDOW},train_length=16",
+    f"jetlong:window={WINDOW},train_length=16",
+    f"lampe:window={WINDOW},train_length=24,reach=0.5,tail=0",
+    f"lampe:window={WINDOW},train_length=24,reach=0.5,tail=4,length=60",
 )
 TEMPERATURES = (
     "",

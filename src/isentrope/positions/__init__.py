@@ -3,8 +3,9 @@
 from isentrope.positions.alibi import ALiBi
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, NoPE, Position
 from isentrope.positions.clex import CLEX
+from isentrope.positions.lampe import LaMPE
 from isentrope.positions.pose import PoSE
-from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
+from isentrope.positions.regions import JetLong, LeakyReRoPE, ReRoPE, SelfExtend
 from isentrope.positions.rope import NTK, PI, RoPE, YaRN
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "PI",
     "ALiBi",
     "Branch",
+    "JetLong",
+    "LaMPE",
     "LeakyReRoPE",
     "Lengths",
     "ModelRotary",

@@ -10,7 +10,7 @@ from isentrope.share import Share
 KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
-        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+        positions.SelfExtend, positions.JetLong, positions.LaMPE, positions.ALiBi, positions.CLEX, positions.NoPE,
     ),
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
