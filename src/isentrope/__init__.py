@@ -32,6 +32,7 @@ from isentrope.positions import (
     YaRN,
 )  # fmt: skip
 from isentrope.recipe import Recipe
+from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
@@ -71,7 +72,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "JetLong", "LaMPE", "ALiBi", "CLEX",
     "PoSE", "NoPE",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Constant", "Share",
+    "Fitted", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

@@ -15,6 +15,7 @@ NOT_ON_CPU = {
     "flex": "has no backward on a CPU: compared without gradients in test_matrix.py, with them in test_precision.py",
     "decode": "needs Triton and a GPU: compared in test_fast.py",
     "band": "needs Triton and a GPU: compared in test_fast.py",
+    "blocks": "is for recipes with retrieve: compared in test_retrieve.py",
 }
 CPU_BACKENDS = tuple(name for name in BACKENDS if name not in NOT_ON_CPU)
 

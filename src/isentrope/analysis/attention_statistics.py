@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.attention import attention
+from isentrope.block_selection import choose_blocks
 from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
-from isentrope.dispatch import choose_uncompiled
+from isentrope.dispatch import AUTO, choose_uncompiled
 from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once
@@ -57,7 +58,8 @@ class HeatmapWindow:
 def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     captured = _to_accumulation_dtype(captured)
-    options = captured.options | {"backend": choose_uncompiled(captured.q), "return_entropy": True}
+    backend = choose_uncompiled(captured.q) if captured.recipe.retrieve is None else AUTO
+    options = captured.options | {"backend": backend, "return_entropy": True}
     _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
 
@@ -65,7 +67,10 @@ def head_entropy(captured: CapturedAttention) -> Tensor:
 def uniform_entropy(captured: CapturedAttention) -> float:
     """Compute the entropy if every query attended alike to all its visible keys: the mean of ln n."""
     layout, region = compute_geometry(_inputs(captured), captured.recipe.mask)
-    return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
+    count = layout.count_keys("visible", region)
+    if (choice := captured.recipe.retrieve) is not None:
+        count = count - choice.count_hidden(layout.query, captured.recipe.position.near_window)
+    return float(count.clamp_min(1).double().log().mean())
 
 
 def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
@@ -162,7 +167,10 @@ def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
     captured = _to_accumulation_dtype(captured)
     with autocast_disabled(captured.q):
-        return build_call(_inputs(captured), captured.recipe.resolve()).fold()
+        call = build_call(_inputs(captured), captured.recipe.resolve())
+        if call.choice is not None and not call.layout.plain:
+            raise ValueError("retrieve: weights over chosen keys are shown for unpadded rows; pass one text at a time")
+        return choose_blocks(call).fold()
 
 
 def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:

@@ -9,6 +9,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from isentrope.core.choice import BlockChoice, ChosenBlocks
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.core.rotation import Angles, rotate_and_scale
@@ -20,6 +21,7 @@ class RotatedBranch:
 
     tau, offset: (batch or 1, heads or 1, queries).
     far: whether these are the keys beyond the window of a position method.
+    chosen: blocks of these keys that queries see, where they do not see all.
     """
 
     region: Region
@@ -29,12 +31,14 @@ class RotatedBranch:
     far: bool = False
     tau: Tensor | None = None
     offset: Tensor | None = None
+    chosen: ChosenBlocks | None = None
 
-    def take_heads(self, heads: slice) -> RotatedBranch:
-        """Return the branch for some query heads."""
+    def take_heads(self, heads: slice, key_heads: slice) -> RotatedBranch:
+        """Return the branch for some query heads and the key heads that they share."""
         tau, offset = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in (self.tau, self.offset))
         slopes = None if self.slopes is None else self.slopes[heads]
-        return replace(self, slopes=slopes, tau=tau, offset=offset)
+        chosen = None if self.chosen is None else self.chosen.take_heads(key_heads)
+        return replace(self, slopes=slopes, tau=tau, offset=offset, chosen=chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,7 @@ class AttentionCall:
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv).
     normalise: scores are cosines. interleaved: layout of the rotated pairs.
     dropout: function of the attention weights, for backends that have them.
+    choice: how far keys are to be chosen, before a backend runs.
     """
 
     q: Tensor
@@ -55,6 +60,7 @@ class AttentionCall:
     normalise: bool = False
     interleaved: bool = False
     dropout: Callable[[Tensor], Tensor] | None = None
+    choice: BlockChoice | None = None
     _folded: list[FoldedBranch] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -86,7 +92,9 @@ class AttentionCall:
     def fold_branch(self, branch: RotatedBranch) -> FoldedBranch:
         q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch)
-        return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, branch.slopes, branch.offset)
+        return FoldedBranch(
+            q, k, self.v, self.scale, branch.region, self.layout, branch.slopes, branch.offset, branch.chosen
+        )
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
@@ -104,7 +112,12 @@ class AttentionCall:
             key_heads = slice(first, first + count)
             heads = slice(first * self.groups, (first + count) * self.groups)
             q, k, v = self.q[:, heads], self.k[:, key_heads], self.v[:, key_heads]
-            yield heads, replace(self, q=q, k=k, v=v, branches=[branch.take_heads(heads) for branch in self.branches])
+            yield (
+                heads,
+                replace(
+                    self, q=q, k=k, v=v, branches=[branch.take_heads(heads, key_heads) for branch in self.branches]
+                ),
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +132,11 @@ class FoldedBranch:
     layout: Layout
     slopes: Tensor | None = None
     offset: Tensor | None = None
+    chosen: ChosenBlocks | None = None
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""
-        branch = RotatedBranch(self.region, slopes=self.slopes)
+        branch = RotatedBranch(self.region, slopes=self.slopes, chosen=self.chosen)
         return AttentionCall(self.q, self.k, self.v, self.layout, [branch], self.scale)
 
     @property
@@ -154,7 +168,10 @@ class FoldedBranch:
         return self.layout.count_keys("visible", self.region)[:, None]
 
     def mask(self, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self.layout.visible(self.region, rows, columns)
+        visible = self.layout.visible(self.region, rows, columns)
+        if self.chosen is None:
+            return visible
+        return visible & self.chosen.mask(rows, columns).repeat_interleave(self.groups, 1)
 
     def bias(self, rows: slice | None = None, columns: slice | None = None) -> Tensor | None:
         """Return -slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""

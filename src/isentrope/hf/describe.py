@@ -15,6 +15,7 @@ from isentrope.hf.extend import Extension, get_extension
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.positions import Position
+from isentrope.recipe import Recipe
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
@@ -31,6 +32,7 @@ class LayerDescription:
             near keys where far ones have another.
         far_tau: that of far keys; None where there are none.
         far_bias: what a share law adds to the scores of far keys; None where there are none.
+        far_keys: which far keys a query sees, where they are chosen; None where it sees all.
         distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
             the key is not visible.
         row_length: the keys of the row that `distances` are for, where they depend on that; else None.
@@ -48,6 +50,7 @@ class LayerDescription:
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
     far_bias: tuple[tuple[float, ...], ...] | None = None
+    far_keys: str | None = None
     row_length: int | None = None
 
     def __str__(self) -> str:
@@ -65,6 +68,7 @@ class LayerDescription:
                 f"  distance  {at}",
                 *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items()),
                 f"  mask      {self.mask}",
+                *([] if self.far_keys is None else [f"  retrieve  {self.far_keys}"]),
             )
         )
 
@@ -124,8 +128,19 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
         far_tau=tuple(_compute_tau(layer, region, n, info, "far") for n in LENGTHS) if has_far_keys else None,
         far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
+        far_keys=_describe_choice(layer.recipe),
         row_length=DEPTH + 1 if raw and layer.recipe.position.depends_on_row_length else None,
     )
+
+
+def _describe_choice(recipe: Recipe) -> str | None:
+    return None if recipe.retrieve is None else recipe.retrieve.describe_budget(recipe.position.near_window)
+
+
+def _count_hidden(layer: Layer, layout: Layout) -> Tensor | int:
+    """Return how many far keys queries do not choose."""
+    choice = layer.recipe.retrieve
+    return 0 if choice is None else choice.count_hidden(layout.query, layer.recipe.position.near_window)
 
 
 def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | None:
@@ -146,7 +161,10 @@ def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo, keys: st
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
-    count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
+    count = layout.count_keys(law.count, layout.simplify(region))
+    if law.count == "visible":
+        count = count - _count_hidden(layer, layout)
+    count = count[:, None].float()
     with torch.no_grad():
         return tuple(law.scale(count, info.head_dim).flatten().tolist())
 
@@ -159,7 +177,8 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
     branches = layer.recipe.position.branches(positions, positions, info.heads, (n, n))
     spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
     counted = Region(spans) if getattr(share, "count", "far") == "far" else region
-    count = layout.count_keys("visible", layout.simplify(counted))[:, None].clamp_min(1)
+    count = layout.count_keys("visible", layout.simplify(counted)) - _count_hidden(layer, layout)
+    count = count[:, None].clamp_min(1)
     with torch.no_grad():
         return tuple(share.bias(count).flatten().tolist())
 

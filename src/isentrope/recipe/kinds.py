@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.parts import Part
+from isentrope.retrieve import Retrieve
 from isentrope.share import Share
 
 # the parts that a recipe's text may name; add a new method here
@@ -20,6 +21,7 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     "score": (scores.Dot, scores.Cosine),
     "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
     "share": (Share,),
+    "retrieve": (Retrieve,),
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"

@@ -11,6 +11,7 @@ import torch
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
+from isentrope.core.choice import BlockChoice
 from isentrope.parts import Part
 from isentrope.recipe.kinds import KINDS, PLAIN
 from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
@@ -30,6 +31,7 @@ class Recipe:
         temperature: τ, or a pair of them where one has keys="near" and the other keys="far".
         mask: M.
         share: b, for a position method with far keys.
+        retrieve: which of its far keys a query sees, where they are chosen.
     """
 
     score: Any = None
@@ -37,6 +39,7 @@ class Recipe:
     temperature: Any = None
     mask: Any = None
     share: Any = None
+    retrieve: Any = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -53,7 +56,7 @@ class Recipe:
 
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
-        parts += [] if self.share is None else [self.share]
+        parts += [part for part in (self.share, self.retrieve) if part is not None]
         if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
@@ -70,7 +73,7 @@ class Recipe:
     @property
     def parts(self) -> tuple[Any, ...]:
         """All parts that are there."""
-        parts = (self.score, self.position, *self.temperatures, self.mask, self.share)
+        parts = (self.score, self.position, *self.temperatures, self.mask, self.share, self.retrieve)
         return tuple(part for part in parts if part is not None)
 
     @property
@@ -130,7 +133,7 @@ class Recipe:
     def without_far_keys(self) -> Recipe:
         """Return the recipe for a layer without a position method: of the other parts, those for all keys."""
         parts = tuple(part for part in self.temperatures if getattr(part, "keys", "all") == "all")
-        return replace(self, position=None, temperature=parts, share=None)
+        return replace(self, position=None, temperature=parts, share=None, retrieve=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the name and options of every part, of two temperatures as a list."""
@@ -205,7 +208,9 @@ def _check_part(kind: str, part: Any) -> None:
     """Check that a part is of its kind; temperatures and shares may be of any class with their method."""
     if part is None:
         return
-    bases: dict[str, type] = {"score": scores.Score, "position": positions.Position, "mask": masks.Mask}
+    bases: dict[str, type] = {
+        "score": scores.Score, "position": positions.Position, "mask": masks.Mask, "retrieve": BlockChoice,
+    }  # fmt: skip
     method = {"temperature": "scale", "share": "bias"}.get(kind)
     valid = isinstance(part, bases[kind]) if method is None else hasattr(part, method)
     if isinstance(part, type) or not valid:
