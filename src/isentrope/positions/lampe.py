@@ -97,8 +97,8 @@ class LaMPE(LengthMap):
         if isinstance(length, Tensor):
             extent = limit / (1 + torch.exp(-(slope * length.double() + self.intercept)))
             return torch.where(length > trained, extent.long(), length - 1).clamp_min(1)
-        extent = limit / (1 + exp(-(slope * length + self.intercept)))
-        return max(1, int(extent) if length > trained else length - 1)
+        squeezed = int(limit / (1 + exp(-(slope * length + self.intercept))))
+        return max(1, squeezed if length > trained else length - 1)
 
     def map_positions(self, position: Any, length: Tensor | int) -> Any:
         """Return m of positions, integers or a tensor of them, in rows of this length."""

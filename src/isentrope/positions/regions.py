@@ -31,8 +31,13 @@ class NearAndFar(PositionMap):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window is not None or not self.window_follows:
+        if not (self.window_follows and self.window_is_open):
             check_integer(self, "window", 1)
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether the window was left out, and no training length is known yet."""
+        return vars(self)["window"] is None
 
     @property
     def near_window(self) -> int | None:
@@ -92,7 +97,7 @@ class LengthMap(NearAndFar):
                 check_integer(self, key, 1)
         if self.length is not None and not self.uses_length:
             raise ValueError(f"{type(self).__name__}(length=…): has no effect without reach; leave length out")
-        if self.window is None and self.train_length is not None:
+        if self.window_is_open and self.train_length is not None:
             object.__setattr__(self, "window", self.default_window(self.train_length))
 
     @staticmethod
