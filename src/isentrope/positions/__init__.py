@@ -5,9 +5,10 @@ from isentrope.positions.branch import Branch, Lengths, ModelRotary, NoPE, Posit
 from isentrope.positions.chunks import DualChunk
 from isentrope.positions.clex import CLEX
 from isentrope.positions.frequencies import CoPE, LongRoPE, Resonance
+from isentrope.positions.lampe import LaMPE
 from isentrope.positions.per_frequency import DPE
 from isentrope.positions.pose import PoSE
-from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
+from isentrope.positions.regions import JetLong, LeakyReRoPE, ReRoPE, SelfExtend
 from isentrope.positions.rope import NTK, PI, RoPE, YaRN
 from isentrope.positions.string import STRING
 
@@ -21,6 +22,8 @@ __all__ = [
     "Branch",
     "CoPE",
     "DualChunk",
+    "JetLong",
+    "LaMPE",
     "LeakyReRoPE",
     "Lengths",
     "LongRoPE",
