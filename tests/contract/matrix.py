@@ -39,6 +39,10 @@ POSITIONS = (
     f"selfextend:window={WINDOW},group=4",
     f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
     f"selfextend:window={WINDOW},train_length=16",
+    f"dpe:window={WINDOW},scales=(1,4,2)",
+    "longrope:factors={factors},original_length=20",
+    "cope:clip=3",
+    "resonance:factor=4,original_length=32",
 )
 TEMPERATURES = (
     "",
@@ -56,7 +60,7 @@ TEMPERATURES = (
     "ssmax:heads={heads},bias=True",
     "fitted:lengths=(16,64),table=(1.0,1.5),count=position",
 )
-# for the methods with near and far keys; {table} has a number for each head
+# for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
 FAR_POSITIONS = tuple(text for text in POSITIONS if "window=" in text)
 SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
 FAR_LAWS = (
@@ -151,7 +155,8 @@ def build(position: str, temperature: str, mask: str, score: str, setting: Setti
     """Build a recipe; `temperature` may hold a share law too."""
     text = "+".join(part for part in (position, temperature, score, mask) if part) or "plain"
     table = tuple(0.25 * (head % 4 + 1) * (-1) ** (head // 2) for head in range(setting.heads))
-    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table))
+    factors = tuple(1 + 0.5 * pair for pair in range(setting.d // 2))
+    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table, factors=factors))
     for part in recipe.learned:
         part.eval()
         with torch.no_grad():  # not at their starting point, where they might coincide with something simpler

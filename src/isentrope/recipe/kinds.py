@@ -12,6 +12,7 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
         positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+        positions.DPE, positions.LongRoPE, positions.CoPE, positions.Resonance,
     ),
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
@@ -25,3 +26,4 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
+LAYERS = "layers"  # begins the text of a recipe per layer
