@@ -1,6 +1,6 @@
 """isentrope: attention that holds its focus at lengths a model was never trained on.
 
-attention, Recipe, Aux                         one function for every method
+attention, Recipe, LayerRecipes, Aux           one function for every method
 extend, extended, restore, describe            transformers models under a recipe
 load, export, StreamingCache, PoSECollator     saved, generating and training ones
 evaluate, calibrate, inspect                   what the commands of these names do
@@ -21,8 +21,12 @@ from isentrope.positions import (
     DPE,
     NTK,
     PI,
+    STRING,
     ALiBi,
     CoPE,
+    DualChunk,
+    JetLong,
+    LaMPE,
     LeakyReRoPE,
     LongRoPE,
     NoPE,
@@ -33,7 +37,7 @@ from isentrope.positions import (
     SelfExtend,
     YaRN,
 )
-from isentrope.recipe import Recipe
+from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
@@ -68,11 +72,12 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [  # noqa: RUF022  # by topic, as above
-    "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",
-    "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
+    "attention", "Recipe", "LayerRecipes", "Aux", "extend", "extended", "restore", "describe", "load", "export",
+    "StreamingCache", "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
-    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
-    "DPE", "LongRoPE", "CoPE", "Resonance",
+    "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "JetLong", "LaMPE", "DualChunk", "STRING",
+    "ALiBi", "CLEX", "PoSE",
+    "NoPE", "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
     "Fitted", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
+from isentrope.recipe.layer_sets import group_indices
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
@@ -83,9 +83,12 @@ class Description:
 
     def __str__(self) -> str:
         lines = [f"{self.model_type} under {shorten_recipe(self.recipe)}"]
-        for text, group in groupby(self.layers, key=str):
-            indices = [layer.index for layer in group]
-            lines.append(f"layers {indices[0]} … {indices[-1]}:" if len(indices) > 1 else f"layer {indices[0]}:")
+        alike: dict[str, list[int]] = {}
+        for layer in self.layers:
+            alike.setdefault(str(layer), []).append(layer.index)
+        for text, indices in alike.items():
+            runs = [f"{a} … {b}" if b > a else f"{a}" for a, b in group_indices(indices)]
+            lines.append(f"layer{'s' if len(indices) > 1 else ''} {', '.join(runs)}:")
             lines.append(text)
         return "\n".join(lines)
 
@@ -108,7 +111,7 @@ def describe(model: torch.nn.Module) -> Description:
 
 
 def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
-    layer, method = get_layer(info.module), extension.recipe.position
+    layer, method = get_layer(info.module), extension.recipe.for_layer(info.index).position
     region = layer.native_mask.visible
     if layer.recipe.mask is not None:
         region = region & layer.recipe.mask.region(layer.causal)
@@ -186,14 +189,14 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
 def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = DEPTH
-    if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
+    if not any(span.contains(at, at - behind) for span in region.spans):
         return None
     position = layer.recipe.position
     if position is None or not position.rotates:
         return float(behind)
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
     for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
-        if any(span.low <= -behind < span.high for span in branch.region.spans):
+        if any(span.contains(at, at - behind) for span in branch.region.spans):
             q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
             distances = tuple((q - k).flatten().tolist())
             return distances[0] if len(set(distances)) == 1 else distances

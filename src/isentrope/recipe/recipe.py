@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.core.choice import BlockChoice
 from isentrope.parts import Part
-from isentrope.recipe.kinds import KINDS, PLAIN
+from isentrope.recipe.kinds import KINDS, LAYERS, PLAIN
 from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
 from isentrope.share import Share
 from isentrope.utils.messages import format_value, suggest, truncate
@@ -75,6 +75,15 @@ class Recipe:
         """All parts that are there."""
         parts = (self.score, self.position, *self.temperatures, self.mask, self.share, self.retrieve)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipes of all layers: itself, unless it is a recipe per layer."""
+        return (self,)
+
+    def map_recipes(self, function: Callable[[Recipe], Recipe]) -> Recipe:
+        """Return what a function makes of the recipe, or of each where it is a recipe per layer."""
+        return function(self)
 
     @property
     def counts_unseen_keys(self) -> bool:
@@ -156,6 +165,8 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise ValueError(f"Recipe.from_dict: expected a dictionary, got {format_value(data)}")
+        if LAYERS in data:
+            return _layer_recipes().from_dict(data, **defaults)
         for key in data:
             if key not in KINDS:
                 raise ValueError(f"Recipe.from_dict: unknown key {format_value(key)}{suggest(key, KINDS)}")
@@ -179,7 +190,8 @@ class Recipe:
         """Parse parts `name:option=value,…` joined by `+`; masks may be combined with `&`, `|` and brackets.
 
         Args:
-            text: the recipe, such as "rerope:window=64+infoscale:train_length=64", or "plain" for no part.
+            text: the recipe, such as "rerope:window=64+infoscale:train_length=64", "plain" for no part, or a recipe per
+                layer such as "layers:0-2=infoscale:train_length=64;3-=rerope:window=64", which gives a `LayerRecipes`.
             defaults: values of required options that the text leaves out, such as a model's train_length.
 
         Raises:
@@ -192,6 +204,8 @@ class Recipe:
         parts: dict[str, Any] = {}
         if text.strip() == PLAIN:
             return cls()
+        if text.partition(":")[0].strip() == LAYERS:
+            return _layer_recipes().parse(text, **defaults)
         for part_text in split_text(text, "+"):
             kind, part = parse_part(part_text, defaults)
             if kind == "temperature":
@@ -202,6 +216,12 @@ class Recipe:
                 raise ValueError(f"recipe {format_value(text)}: expected one {kind}, got {both}{reason}")
             parts[kind] = part
         return cls(**parts)._fill_share(defaults)
+
+
+def _layer_recipes() -> type[Recipe]:
+    from isentrope.recipe.layers import LayerRecipes  # a subclass of what is defined here
+
+    return LayerRecipes
 
 
 def _check_part(kind: str, part: Any) -> None:
