@@ -74,6 +74,12 @@ FAR_LAWS = (
     "logn:train_length=8,keys=near+power:train_length=12,gamma=-0.4,keys=far,count=position",
     "ssmax:heads={heads},bias=True,keys=far+infoscale:train_length=16,keys=near+share:beta=-0.5",
 )
+# far keys by choice, for causal attention with those methods
+RETRIEVES = (
+    "retrieve:blocks=2,size=4,sinks=4,queries=4",
+    "retrieve:blocks=3,size=5,sinks=2,queries=7,score=votes,votes=2",
+    "retrieve:blocks=1,size=3,sinks=0,queries=1,heads=all",
+)
 MASKS = (
     "",
     "causal",
