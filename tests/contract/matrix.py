@@ -37,6 +37,8 @@ POSITIONS = (
     f"rerope:window={WINDOW},layout=interleaved",
     f"leakyrerope:window={WINDOW},leak=4",
     f"selfextend:window={WINDOW},group=4",
+    "dualchunk:chunk=12,local=3",
+    f"string:shift={WINDOW},local=3",
     f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
     f"selfextend:window={WINDOW},train_length=16",
     f"jetlong:window={WINDOW},train_length=16",
@@ -64,7 +66,7 @@ TEMPERATURES = (
     "fitted:lengths=(16,64),table=(1.0,1.5),count=position",
 )
 # for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
-FAR_POSITIONS = tuple(text for text in POSITIONS if "window=" in text)
+FAR_POSITIONS = tuple(text for text in POSITIONS if any(key in text for key in ("window=", "chunk=", "shift=")))
 SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
 FAR_LAWS = (
     *SHARES,
