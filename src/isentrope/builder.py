@@ -186,7 +186,7 @@ def _set_choice(branches: list[RotatedBranch], inputs: Inputs, recipe: Recipe, l
     if len(spans) != 1 or spans[0] != Span(high=spans[0].high):
         raise ValueError(
             "retrieve: expected a position method and masks that leave every key beyond one window to choose from, "
-            f"got {recipe}; leave out the mask, or retrieve"
+            f"got {recipe}; use a method with a window, such as rerope, and no mask, or leave out retrieve"
         )
     window = 1 - int(spans[0].high)
     if not choice.hides_keys(layout.keys, window):

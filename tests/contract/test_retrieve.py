@@ -10,7 +10,7 @@ import torch
 import isentrope as ise
 from isentrope.backends.blocks import gathered
 from isentrope.block_selection import select_blocks
-from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SETTINGS, Setting, build, run
+from tests.contract.matrix import FAR_LAWS, RETRIEVES, SCORES, SETTINGS, WINDOW_POSITIONS, Setting, build, run
 from tests.contract.test_fast import error, hopper, interprets
 from tests.contract.test_matrix import check
 
@@ -22,11 +22,11 @@ KERNEL_TEXTS = (
 
 
 @pytest.mark.parametrize("choice", RETRIEVES)
-@pytest.mark.parametrize("position", FAR_POSITIONS)
+@pytest.mark.parametrize("position", WINDOW_POSITIONS)
 def test_backends_agree_with_reference(position, choice, monkeypatch):
     """Laws, scores and settings by turns."""
     monkeypatch.setattr(gathered, "MAX_TILE_ELEMENTS", {"cpu": 1 << 14})  # several tiles even at these sizes
-    turn = FAR_POSITIONS.index(position) * 5 + RETRIEVES.index(choice) * 3
+    turn = WINDOW_POSITIONS.index(position) * 5 + RETRIEVES.index(choice) * 3
     for law in ("", *FAR_LAWS):
         turn += 1
         setting = CHOOSING[turn % len(CHOOSING)]
