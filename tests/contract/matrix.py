@@ -67,8 +67,6 @@ TEMPERATURES = (
 )
 # for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
 FAR_POSITIONS = tuple(text for text in POSITIONS if any(key in text for key in ("window=", "chunk=", "shift=")))
-# all of whose far keys are one band, beyond a window, so that they can be chosen
-WINDOW_POSITIONS = tuple(text for text in FAR_POSITIONS if not text.startswith(("dualchunk", "lampe")))
 SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
 FAR_LAWS = (
     *SHARES,
