@@ -21,6 +21,7 @@ from isentrope.recipe import Recipe
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
+    Adaptive,
     Constant,
     Fitted,
     InfoScale,
@@ -29,6 +30,7 @@ from isentrope.temperatures import (
     LogLength,
     LogN,
     Power,
+    ScaleInvariant,
     SoftmaxPlus,
     SSMax,
     YaRNTemperature,
@@ -56,7 +58,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "positions", "temperatures", "masks", "scores", "theory",
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Constant", "Share",
+    "Fitted", "Adaptive", "ScaleInvariant", "Constant", "Share",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

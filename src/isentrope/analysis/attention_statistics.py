@@ -15,7 +15,8 @@ from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
-from isentrope.dispatch import choose_uncompiled
+from isentrope.dispatch import CHUNKED, choose_uncompiled
+from isentrope.entropy import set_entropy_tau
 from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once
@@ -80,8 +81,14 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
     branches = _fold_branches(captured)
     angles = [
         replace(
-            branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None, offset=None
-        )
+            branch,
+            q=normalise_vectors(branch.q),
+            k=normalise_vectors(branch.k),
+            scale=1.0,
+            slopes=None,
+            offset=None,
+            distance_law=None,
+        )  # fmt: skip
         for branch in branches
     ]
     pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=captured.q.device)
@@ -162,7 +169,7 @@ def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
     captured = _to_accumulation_dtype(captured)
     with autocast_disabled(captured.q):
-        return build_call(_inputs(captured), captured.recipe.resolve()).fold()
+        return set_entropy_tau(CHUNKED, build_call(_inputs(captured), captured.recipe.resolve())).fold()
 
 
 def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
@@ -181,7 +188,10 @@ def _scores(branches: list[FoldedBranch], rows: slice) -> Tensor:
         for branch in branches:
             q = branch.q[:, :, rows].unflatten(1, (branch.k.shape[1], branch.groups))
             score = (q.flatten(2, 3) @ branch.k.mT).mul_(branch.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)
-            if (bias := branch.bias(rows)) is not None:
+            factor, bias = branch.distance_terms(rows)
+            if factor is not None:
+                score = score * factor.to(score.dtype)
+            if bias is not None:
                 score = score + bias.to(score.dtype)
             if branch.offset is not None:
                 score = score + branch.offset[:, :, rows, None].to(score.dtype)

@@ -85,7 +85,8 @@ def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
     far = torch.full((1, 1, 1), 1 << 20)
     for layer in layers:
         layer_recipe = recipe.for_layer(layer.index)
-        laws = [(law, law.scale(far, layer.head_dim)) for law in layer_recipe.temperatures]
+        by_length = [law for law in layer_recipe.temperatures if hasattr(law, "scale")]
+        laws = [(law, law.scale(far, layer.head_dim)) for law in by_length]
         if (share := layer_recipe.share) is not None:
             laws.append((share, share.bias(far)))
         for law, values in laws:

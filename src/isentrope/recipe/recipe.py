@@ -11,7 +11,6 @@ import torch
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
-from isentrope.parts import Part
 from isentrope.recipe.kinds import KINDS, PLAIN
 from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
 from isentrope.share import Share
@@ -86,7 +85,8 @@ class Recipe:
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
-        parts: list[tuple[Any, type[Part]]] = [(part, temperatures.Temperature) for part in self.temperatures]
+        laws = (temperatures.Temperature, temperatures.Adaptive, temperatures.ScaleInvariant)
+        parts: list[tuple[Any, Any]] = [(part, laws) for part in self.temperatures]
         parts += [(self.position, positions.Position), (self.share, Share)]
         known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
         return known and not any(masks.find_data_masks(self.mask))
@@ -204,8 +204,8 @@ def _check_part(kind: str, part: Any) -> None:
     if part is None:
         return
     bases: dict[str, type] = {"score": scores.Score, "position": positions.Position, "mask": masks.Mask}
-    method = {"temperature": "scale", "share": "bias"}.get(kind)
-    valid = isinstance(part, bases[kind]) if method is None else hasattr(part, method)
+    methods = {"temperature": ("scale", "by_entropy", "by_distance"), "share": ("bias",)}.get(kind)
+    valid = any(hasattr(part, method) for method in methods) if methods else isinstance(part, bases[kind])
     if isinstance(part, type) or not valid:
         raise ValueError(
             f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
