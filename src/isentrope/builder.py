@@ -228,7 +228,7 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
 
 def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:
     """Return the branches that some visible pair falls into at this length, with the angles of queries and keys."""
-    branches = position.branches(layout.query, layout.key, sizes.heads)
+    branches = position.branches(layout.query, layout.key, sizes.heads, layout.row_lengths)
     regions = [layout.simplify(branch.region & sizes.region) for branch in branches]
     reached = [pair for pair in zip(branches, regions, strict=True) if pair[1].spans] or [(branches[0], regions[0])]
     if not position.rotates:

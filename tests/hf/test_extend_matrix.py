@@ -12,7 +12,7 @@ import isentrope as ise
 from isentrope.core.region import EVERYTHING, band, first_keys
 from isentrope.hf.rope import get_streaming_window
 from isentrope.masks import Mask, Sink
-from isentrope.positions import Branch, NoPE, Position, ReRoPE, RoPE
+from isentrope.positions import Branch, Lengths, NoPE, Position, ReRoPE, RoPE
 from isentrope.positions.rope import PI, PositionMap, Rotary
 from tests.contract.matrix import MASKS, POSITIONS, SCORES, TEMPERATURES, Setting, build
 from tests.fixtures.models import llama, tokens
@@ -114,7 +114,7 @@ class Answered(Bare):
 class Halved(Rotary):
     """Twice as slow from a distance of 8 on; says nothing of caches."""
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         far = Branch(band(-torch.inf, -7), query.double() / 2, key.double() / 2)
         return (Branch(band(-7, torch.inf), query, key), far)
 
@@ -130,7 +130,7 @@ class Lengthwise(Rotary):
 class Far(ReRoPE):
     """Not at one distance beyond the window."""
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+    def far(self, query, key, sign, lengths):
         return query.double() / 2, key.double() / 2
 
 
@@ -218,7 +218,7 @@ def test_frequencies_from_outside_are_those_of_the_model_divided():
 class Grouped(PositionMap):
     """Distances ⌊i/4⌋ - ⌊j/4⌋ everywhere."""
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(query=query // 4, key=key // 4),)
 
 

@@ -141,7 +141,7 @@ def test_distances_by_hand(name):
     for (i, j), expected in points.items():
         met = [
             side(branch.query, i) - side(branch.key, j)
-            for branch in position.branches(query, key, 1)
+            for branch in position.branches(query, key, 1, (24, 24))
             for span in branch.region.spans
             if span.start <= j < span.stop and span.low <= j - i < span.high
         ]

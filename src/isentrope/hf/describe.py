@@ -151,7 +151,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
     if share is None:
         return (0.0,)
     layout, positions = Layout(1, 1, n, torch.device("cpu")), torch.zeros(1, 1)
-    branches = layer.recipe.position.branches(positions, positions, info.heads)
+    branches = layer.recipe.position.branches(positions, positions, info.heads, (n, n))
     spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
     counted = Region(spans) if getattr(share, "count", "far") == "far" else region
     count = layout.count_keys("visible", layout.simplify(counted))[:, None].clamp_min(1)
@@ -168,7 +168,7 @@ def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo
     if position is None or not position.rotates:
         return float(behind)
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
-    for branch in position.branches(query, key, info.heads):
+    for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
         if any(span.low <= -behind < span.high for span in branch.region.spans):
             q, k = (0.0 if x is None else float(x) for x in (branch.query, branch.key))
             return q - k

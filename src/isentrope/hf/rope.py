@@ -16,7 +16,7 @@ from isentrope.core.region import EVERYTHING, band
 from isentrope.core.rotation import rotate
 from isentrope.hf.names import SHARED_POSITION
 from isentrope.masks import Mask, Sink
-from isentrope.positions import Branch, ModelRotary, Position
+from isentrope.positions import Branch, Lengths, ModelRotary, Position
 from isentrope.positions.rope import Rotary
 
 FREQUENCY_BUFFER = "inv_freq"
@@ -211,9 +211,9 @@ class FittedPosition(Position):
         streams = self.size is not None and length <= self.sinks + self.size
         return self.keeps_frequencies and (streams or self.inner.idle(length))
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         if self.size is None:
-            return self.inner.branches(query, key, heads)
+            return self.inner.branches(query, key, heads, lengths)
         edge = 1 - self.size
         return (
             Branch(band(edge, inf), query, key),
@@ -270,7 +270,7 @@ def is_plain_rotation(position: Position) -> bool:
     if not (position.rotates and position.keys_cacheable):
         return False
     query, key = torch.arange(2)[None], torch.arange(2)[None]
-    first, *others = position.branches(query, key, 1)
+    first, *others = position.branches(query, key, 1, (2, 2))
     everywhere = not others and first.region == EVERYTHING and first.slopes is None
     return everywhere and first.query is query and first.key is key
 

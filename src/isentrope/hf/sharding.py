@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from isentrope.positions import Branch, Position
+from isentrope.positions import Branch, Lengths, Position
 from isentrope.share import Share
 from isentrope.temperatures import Temperature
 
@@ -72,9 +72,9 @@ class HeadwisePosition(Position):
     method: Position
     heads: LocalHeads
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         local = slice(self.heads.first, self.heads.first + self.heads.count)
-        branches = self.method.branches(query, key, self.heads.total)
+        branches = self.method.branches(query, key, self.heads.total, lengths)
         return tuple(b if b.slopes is None else replace(b, slopes=b.slopes[local]) for b in branches)
 
 
@@ -108,7 +108,7 @@ def shard_position(position: Position, heads: LocalHeads) -> Position:
     if heads.count == heads.total:
         return position
     positions = torch.arange(2)[None]
-    if all(branch.slopes is None for branch in position.branches(positions, positions, heads.total)):
+    if all(branch.slopes is None for branch in position.branches(positions, positions, heads.total, (2, 2))):
         return position
     if position.rotates:
         raise ValueError(

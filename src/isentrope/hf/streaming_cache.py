@@ -125,7 +125,7 @@ def _get_sinks_and_window(recipe: Recipe) -> tuple[int, int] | None:
 def _has_constant_far_distance(position: Position, size: int) -> bool:
     """Return whether all keys `size` or more behind are at one distance, as in ReRoPE: any of them may be evicted."""
     query, key = torch.arange(2)[None], torch.arange(2)[None]
-    for branch in position.branches(query, key, 1):
+    for branch in position.branches(query, key, 1, (2, 2)):
         far = branch.region & band(-inf, 1 - size)
         varies = isinstance(branch.query, Tensor) or isinstance(branch.key, Tensor)
         if branch.slopes is not None or (far.spans and varies):

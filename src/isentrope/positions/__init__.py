@@ -1,7 +1,7 @@
 """Position methods: the rotary positions and distance biases of queries and keys."""
 
 from isentrope.positions.alibi import ALiBi
-from isentrope.positions.branch import Branch, ModelRotary, NoPE, Position
+from isentrope.positions.branch import Branch, Lengths, ModelRotary, NoPE, Position
 from isentrope.positions.clex import CLEX
 from isentrope.positions.pose import PoSE
 from isentrope.positions.regions import LeakyReRoPE, ReRoPE, SelfExtend
@@ -14,6 +14,7 @@ __all__ = [
     "ALiBi",
     "Branch",
     "LeakyReRoPE",
+    "Lengths",
     "ModelRotary",
     "NoPE",
     "PoSE",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.caching import get_constant
-from isentrope.positions.branch import Branch, Position
+from isentrope.positions.branch import Branch, Lengths, Position
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,5 @@ class ALiBi(Position):
         below = 2 ** floor(log2(heads))
         return torch.tensor(powers(below) + powers(2 * below)[::2][: heads - below], dtype=torch.float64)
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(slopes=get_constant(ALiBi.slopes, query.device, heads)),)

@@ -11,6 +11,9 @@ from torch import Tensor
 from isentrope.core.region import EVERYTHING, Region
 from isentrope.parts import Part
 
+Lengths = tuple[Tensor | int, Tensor | int]  # keys in the row or document of each query and of each key
+RotaryPair = tuple[Tensor | float | None, Tensor | float | None]  # positions of queries and keys, as in a branch
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -89,8 +92,17 @@ class Position(Part):
         """The distance from which on keys are far, in a method whose branches say which are; None in any other."""
         return None
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
-        """Return the branches for queries and keys at these positions, (batch or 1, queries) and (batch or 1, keys)."""
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
+        """Return the branches for queries and keys at these positions.
+
+        Args:
+            query: positions, (batch or 1, queries).
+            key: positions, (batch or 1, keys).
+            heads: of the queries.
+            lengths: number of keys in the row or document of each query and of each key: integers of the same shapes,
+                or plain ones where rows are whole sequences. A method whose map depends on them has
+                `keys_cacheable = False`; at each step of decoding they count the keys so far.
+        """
         raise NotImplementedError
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -127,5 +139,5 @@ class NoPE(Position):
 
     needs_training = True
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(),)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
-from isentrope.positions.branch import Branch, ModelRotary, Position
+from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
 from isentrope.utils.messages import format_value
 
@@ -87,7 +87,7 @@ class CLEX(nn.Module, Position):
             raise ValueError(f"CLEX(dim=…): expected at most the head size {head_dim}, got {self.dim}")
         return self.dim
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:

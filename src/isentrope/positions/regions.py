@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isentrope.core.region import band
 from isentrope.parts import MAX_FACTOR, check_integer, check_number
-from isentrope.positions.branch import Branch
+from isentrope.positions.branch import Branch, Lengths, RotaryPair
 from isentrope.positions.rope import PositionMap
 
 
@@ -34,16 +34,19 @@ class NearAndFar(PositionMap):
     def idle(self, length: int) -> bool:
         return length <= self.window
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
-        """Return the positions of queries and keys for keys behind the query (sign 1) or ahead of it (sign -1)."""
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
+        """Return the positions of queries and keys for keys behind the query (sign 1) or ahead of it (sign -1).
+
+        The other arguments are those of `branches`.
+        """
         raise NotImplementedError
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         w = self.window
         return (
             Branch(band(1 - w, w), query, key),
-            Branch(band(-inf, 1 - w), *self.far(query, key, 1), far=True),
-            Branch(band(w, inf), *self.far(query, key, -1), far=True),
+            Branch(band(-inf, 1 - w), *self.far(query, key, 1, lengths), far=True),
+            Branch(band(w, inf), *self.far(query, key, -1, lengths), far=True),
         )
 
 
@@ -51,7 +54,7 @@ class NearAndFar(PositionMap):
 class ReRoPE(NearAndFar):
     """Distance Δ for |Δ| < w, sign(Δ) · w beyond: no angle that the model was not trained on (Su, 2023)."""
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
         return sign * self.window, None
 
 
@@ -65,7 +68,7 @@ class LeakyReRoPE(NearAndFar):
         super().__post_init__()
         check_number(self, "leak", MAX_FACTOR, minimum=1)
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
         shift = sign * self.window * (1 - 1 / self.leak)
         return query.double() / self.leak + shift, key.double() / self.leak
 
@@ -80,6 +83,6 @@ class SelfExtend(NearAndFar):
         super().__post_init__()
         check_integer(self, "group", 1)
 
-    def far(self, query: Tensor, key: Tensor, sign: int) -> tuple[Tensor | float | None, Tensor | float | None]:
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
         shift = sign * (self.window - self.window // self.group)
         return query // self.group + shift, key // self.group

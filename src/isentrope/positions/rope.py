@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isentrope.core.caching import get_constant
 from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, check_choice, check_integer, check_number
-from isentrope.positions.branch import Branch, ModelRotary, Position
+from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
 
 LAYOUTS = ("half", "interleaved")
 MAX_ROTATIONS = 1e6  # of a pair within the original length
@@ -54,7 +54,7 @@ class Rotary(Position):
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return get_constant(rope_frequencies, device, self.rotated_size(head_dim), self.base, dtype)
 
-    def branches(self, query: Tensor, key: Tensor, heads: int) -> tuple[Branch, ...]:
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
 
     def fit(self, model: ModelRotary) -> Self:
