@@ -58,7 +58,9 @@ class HeatmapWindow:
 def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     captured = _to_accumulation_dtype(captured)
-    options = captured.options | {"backend": choose_uncompiled(captured.q), "return_entropy": True}
+    by_distance = any(hasattr(law, "by_distance") for law in captured.recipe.temperatures)
+    backend = CHUNKED.name if by_distance else choose_uncompiled(captured.q)
+    options = captured.options | {"backend": backend, "return_entropy": True}
     _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
 
@@ -88,7 +90,7 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
             slopes=None,
             offset=None,
             distance_law=None,
-        )  # fmt: skip
+        )
         for branch in branches
     ]
     pairs, weights = torch.zeros(2, COSINE_BINS, dtype=torch.float64, device=captured.q.device)

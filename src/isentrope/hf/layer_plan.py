@@ -115,10 +115,14 @@ class LayerPlan:
 def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfig, owner: nn.Module) -> list[LayerPlan]:
     """Decide what becomes of each layer. `owner` is the model, on which a learned position method is registered."""
     fitted: dict[tuple[int, str | None, LocalHeads], tuple[Position, Tensor | None]] = {}
+    near_only = recipe.without_far_keys(near_only=True)  # once, so that layers share its parts
     plans = []
     for layer in layers:
-        layer_recipe = _localize(recipe.for_layer(layer.index), layer)
         rope = layer.rope
+        if rope is not None and recipe.position is not None and not _takes_position(layer, layers):
+            plans.append(LayerPlan(_localize(near_only.for_layer(layer.index), layer)))
+            continue
+        layer_recipe = _localize(recipe.for_layer(layer.index), layer)
         stream = get_streaming_window(recipe.mask, recipe.position) if layer.causal else None
         if rope is None or not (recipe.position or stream) or not _takes_position(layer, layers):
             plans.append(LayerPlan(layer_recipe.without_far_keys()))
@@ -158,7 +162,7 @@ def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
     """Return whether a position method applies to a layer.
 
     Where a model keeps frequencies of their own for its windowed layers, those never see a distance that is new to
-    them, and stay as they are.
+    them, and stay as they are: all their keys are near, to a temperature of near keys too.
     """
     rotated = [other for other in layers if other.rope is not None]
     alike = [other for other in rotated if other.rope.same(layer.rope)]  # type: ignore[union-attr]

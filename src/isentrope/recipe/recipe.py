@@ -74,8 +74,10 @@ class Recipe:
 
     @property
     def counts_unseen_keys(self) -> bool:
-        """Whether a temperature depends on more than the keys that a query sees."""
-        return any(getattr(part, "count", "visible") != "visible" for part in self.temperatures)
+        """Whether a temperature depends on more than the keys that a query sees: how many others lie between."""
+        return any(
+            getattr(part, "count", "visible") != "visible" or hasattr(part, "by_distance") for part in self.temperatures
+        )
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
@@ -125,10 +127,15 @@ class Recipe:
             return self
         return replace(self, temperature=tuple(parts), share=share)
 
-    def without_far_keys(self) -> Recipe:
-        """Return the recipe for a layer without a position method: of the other parts, those for all keys."""
-        parts = tuple(part for part in self.temperatures if getattr(part, "keys", "all") == "all")
-        return replace(self, position=None, temperature=parts, share=None)
+    def without_far_keys(self, *, near_only: bool = False) -> Recipe:
+        """Return the recipe for a layer without a position method: of the other parts, those for all keys.
+
+        Args:
+            near_only: all keys of the layer are near, so that a temperature of near keys is one of all.
+        """
+        kept = ("all", "near") if near_only else ("all",)
+        laws = [law for law in self.temperatures if getattr(law, "keys", "all") in kept]
+        return replace(self, position=None, temperature=tuple(map(_apply_to_all_keys, laws)), share=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the name and options of every part, of two temperatures as a list."""
@@ -210,6 +217,15 @@ def _check_part(kind: str, part: Any) -> None:
         raise ValueError(
             f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
         )
+
+
+def _apply_to_all_keys(law: Any) -> Any:
+    """Return a temperature, or a copy of it that is for all keys."""
+    if getattr(law, "keys", "all") == "all":
+        return law
+    law = copy(law)
+    vars(law)["keys"] = "all"  # of a frozen dataclass as of a module
+    return law
 
 
 def _order_pair(parts: Sequence[Any]) -> Any:

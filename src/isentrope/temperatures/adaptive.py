@@ -26,7 +26,7 @@ class Adaptive(Part):
     H is that of the attention which the rest of the recipe gives, measured for each query and head; attention then runs
     again with τ. It is exact on every backend, and costs one more pass over the keys. τ is a constant to gradients.
 
-    The published polynomial is above 1 for H from 0.85 to 5.9 nats only: attention as even as over 360 keys or more is
+    The published polynomial is above 1 for H from 0.85 to 5.94 nats only: attention as even as over 380 keys or more is
     left alone. Source: Veličković et al., 2024, "softmax is not enough".
 
     Attributes:

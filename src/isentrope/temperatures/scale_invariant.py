@@ -15,7 +15,7 @@ MIN_DISTANCE = 1e-3
 
 @dataclass(frozen=True)
 class ScaleInvariant(Part):
-    """a s + m with a² = 1 + 2 ln(1 + |Δ| / distance), m = 1 - a²: each octave of distances keeps its share of attention.
+    """a s + m with a² = 1 + 2 ln(1 + |Δ| / distance), m = 1 - a²: an octave of distances keeps its share of attention.
 
     For normally distributed scores of variance 1, the expected weight e^{m + a² / 2} of a key falls like 1 / |Δ|, so
     that the total from Δ to 2Δ, and how few keys it lies on, do not depend on Δ. Models are trained with it: it changes
