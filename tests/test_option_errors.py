@@ -18,6 +18,8 @@ WHOLE = [
     ("LeakyReRoPE(window", lambda n: ise.LeakyReRoPE(n), 1),
     ("SelfExtend(window", lambda n: ise.SelfExtend(n, 4), 1),
     ("SelfExtend(group", lambda n: ise.SelfExtend(4, n), 1),
+    ("SelfExtend(length", lambda n: ise.SelfExtend(4, length=n), 1),
+    ("SelfExtend(train_length", lambda n: ise.SelfExtend(4, train_length=n), 1),
     ("YaRN(original_length", lambda n: ise.YaRN(2.0, n), 1),
     ("NTK(original_length", lambda n: ise.NTK(2.0, True, n), 1),
     ("RoPE(rotary_dim", lambda n: ise.RoPE(rotary_dim=n), 2),

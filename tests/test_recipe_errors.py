@@ -21,7 +21,7 @@ from tests.fixtures.errors import call, refused
         ("infoscale:train_len=64", ["'infoscale'", "unknown option 'train_len'", "did you mean 'train_length'?"]),
         ("alibi:base=3", ["'alibi'", "unknown option 'base'"]),
         ("yarn", ["'yarn'", "missing option 'factor'"]),
-        ("selfextend", ["'selfextend'", "missing option 'window', 'group'"]),
+        ("selfextend", ["'selfextend'", "missing option 'window'"]),
         ("logn", ["'logn'", "missing option 'train_length'"]),
         ("window", ["'window'", "missing option 'size'"]),
         ("fitted:lengths=(64,)", ["'fitted'", "missing option 'table'"]),

@@ -36,6 +36,8 @@ POSITIONS = (
     f"rerope:window={WINDOW},layout=interleaved",
     f"leakyrerope:window={WINDOW},leak=4",
     f"selfextend:window={WINDOW},group=4",
+    f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
+    f"selfextend:window={WINDOW},train_length=16",
 )
 TEMPERATURES = (
     "",

@@ -45,7 +45,7 @@ class CalibrationConfig:
             raise ValueError(f"levels: expected some of {', '.join(LEVELS)}, got {unknown[0]!r}")
         for text in self.recipes:
             recipe = parse_recipe(text)
-            has_far_keys = recipe.position is not None and recipe.position.near_window is not None
+            has_far_keys = recipe.position is not None and recipe.position.has_far_keys
             if other := [law for law in recipe.temperatures if not hasattr(law, "scale")]:
                 raise ValueError(f"recipe: expected temperatures by length, to fit others beside them, got {other[0]}")
             if recipe.temperatures and not has_far_keys:

@@ -20,6 +20,7 @@ from isentrope.positions import Position
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
+DEPTH = 1 << 20  # the position of a query deep in a text
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class LayerDescription:
         far_bias: what a share law adds to the scores of far keys; None where there are none.
         distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
             the key is not visible.
+        row_length: the keys of the row that `distances` are for, where they depend on that; else None.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
         other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
             page, each a name and a text.
@@ -51,10 +53,12 @@ class LayerDescription:
     far_tau: tuple[tuple[float, ...], ...] | None = None
     far_bias: tuple[tuple[float, ...], ...] | None = None
     other_laws: tuple[tuple[str, str], ...] = ()
+    row_length: int | None = None
 
     def __str__(self) -> str:
         waves = "no rotation" if self.fastest is None else f"wavelengths {self.fastest:.3g} … {self.slowest:.3g} tokens"
         at = " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
+        at += "" if self.row_length is None else f" in a row of {self.row_length} keys"
         laws = {"τ at n": self.tau}
         if self.far_bias is not None and self.far_tau != self.tau:
             laws = {"near τ": self.tau, "far τ": self.far_tau}
@@ -127,6 +131,7 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         far_tau=_tabulate_tau(layer, region, info, "far") if has_far_keys else None,
         far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
         other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
+        row_length=DEPTH + 1 if raw and layer.recipe.position.depends_on_row_length else None,
     )
 
 
@@ -201,7 +206,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
 
 def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
-    at = 1 << 20
+    at = DEPTH
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
         return None
     position = layer.recipe.position

@@ -200,6 +200,10 @@ class FittedPosition(Position):
     def near_window(self) -> int | None:
         return self.inner.near_window if self.size is None else None
 
+    @property
+    def depends_on_row_length(self) -> bool:
+        return self.inner.depends_on_row_length
+
     def cache_key(self) -> Hashable:
         return self.rope.cache_key(), self.inner.cache_key()
 

@@ -92,6 +92,16 @@ class Position(Part):
         """The distance from which on keys are far, in a method whose branches say which are; None in any other."""
         return None
 
+    @property
+    def has_far_keys(self) -> bool:
+        """Whether branches say which keys are far, also while the window is still open."""
+        return self.near_window is not None
+
+    @property
+    def depends_on_row_length(self) -> bool:
+        """Whether positions depend on the length of the row, keys that a cache has dropped included."""
+        return False
+
     def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         """Return the branches for queries and keys at these positions.
 

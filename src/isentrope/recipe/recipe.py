@@ -53,7 +53,7 @@ class Recipe:
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
         parts += [] if self.share is None else [self.share]
-        if parts and (self.position is None or self.position.near_window is None):
+        if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
                 f"rerope:window=…, got {'none' if self.position is None else self.position}"
@@ -74,7 +74,9 @@ class Recipe:
 
     @property
     def counts_unseen_keys(self) -> bool:
-        """Whether a temperature depends on more than the keys that a query sees: how many others lie between."""
+        """Whether a temperature or the position method depends on more than the keys that a query sees."""
+        if self.position is not None and self.position.depends_on_row_length:
+            return True
         return any(
             getattr(part, "count", "visible") != "visible" or hasattr(part, "by_distance") for part in self.temperatures
         )
@@ -108,7 +110,7 @@ class Recipe:
         position = None if self.position is None else self.position.resolve(length)
         share = self.share
         if hasattr(share, "resolve"):
-            share = share.resolve(length, self.position.near_window)
+            share = share.resolve(length, None if position is None else position.near_window)
         if position is self.position and share is self.share:
             return self
         filled = copy(self)

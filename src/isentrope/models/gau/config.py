@@ -66,13 +66,10 @@ def build_gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: 
     if not isinstance(recipe, str):
         return Recipe.from_dict(recipe)
     parsed = Recipe.parse(recipe, train_length=train_length, heads=1, dim=key_size)
-    if parsed.position is None:
-        parsed = replace(parsed, position=RoPE())
+    parsed = replace(parsed, position=(parsed.position or RoPE()).resolve(train_length))
     data = parsed.to_dict()
     if hasattr(parsed.position, "layout") and "layout" not in recipe:
         data["position"]["layout"] = "interleaved"
-    if getattr(parsed.position, "original_length", train_length) is None:
-        data["position"]["original_length"] = train_length
     return Recipe.from_dict(data)
 
 
