@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import exp
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,5 +66,5 @@ class Adaptive(Part):
         return self
 
 
-def _is_coefficient(value: object) -> bool:
+def _is_coefficient(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and -MAX_COEFFICIENT <= value <= MAX_COEFFICIENT
