@@ -36,6 +36,11 @@ position_parts = st.one_of(
     st.builds(ise.ReRoPE, st.integers(1, 5000), **rotary),
     st.builds(ise.LeakyReRoPE, st.integers(1, 5000), factors, **rotary),
     st.builds(ise.SelfExtend, st.integers(1, 5000), st.integers(1, 64), **rotary),
+    st.builds(ise.DPE, st.integers(1, 5000), st.lists(st.integers(1, 64), min_size=1, max_size=8), **rotary),
+    st.builds(ise.LongRoPE, st.lists(factors, min_size=1, max_size=8), original_length=originals, **rotary),
+    st.builds(ise.LongRoPE, **rotary),
+    st.builds(ise.CoPE, st.none() | st.integers(0, 64), originals, **rotary),
+    st.builds(ise.Resonance, factors, originals, **rotary),
     st.builds(ise.ALiBi),
     st.builds(ise.NoPE),
 )

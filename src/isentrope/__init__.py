@@ -1,6 +1,6 @@
 """isentrope: attention that holds its focus at lengths a model was never trained on.
 
-attention, Recipe, Aux                         one function for every method
+attention, Recipe, LayerRecipes, Aux           one function for every method
 extend, extended, restore, describe            transformers models under a recipe
 load, export, StreamingCache, PoSECollator     saved, generating and training ones
 evaluate, calibrate, inspect                   what the commands of these names do
@@ -16,8 +16,25 @@ from isentrope.attention import Aux, attention
 from isentrope.core.caching import clear_caches
 from isentrope.deprecated import register_deprecated_modules
 from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
-from isentrope.positions import CLEX, NTK, PI, ALiBi, LeakyReRoPE, NoPE, PoSE, ReRoPE, RoPE, SelfExtend, YaRN
-from isentrope.recipe import Recipe
+from isentrope.positions import (
+    CLEX,
+    DPE,
+    NTK,
+    PI,
+    ALiBi,
+    CoPE,
+    LeakyReRoPE,
+    LongRoPE,
+    NoPE,
+    PoSE,
+    ReRoPE,
+    Resonance,
+    RoPE,
+    SelfExtend,
+    YaRN,
+)
+from isentrope.recipe import LayerRecipes, Recipe
+from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
@@ -53,12 +70,13 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [  # noqa: RUF022  # by topic, as above
-    "attention", "Recipe", "Aux", "extend", "extended", "restore", "describe", "load", "export", "StreamingCache",
-    "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
+    "attention", "Recipe", "LayerRecipes", "Aux", "extend", "extended", "restore", "describe", "load", "export",
+    "StreamingCache", "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "ALiBi", "CLEX", "PoSE", "NoPE",
+    "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Adaptive", "ScaleInvariant", "Constant", "Share",
+    "Fitted", "Adaptive", "ScaleInvariant", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

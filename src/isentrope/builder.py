@@ -12,10 +12,11 @@ from torch import Tensor
 
 from isentrope.core.caching import MAX_BUILT_CALLS, MAX_TAU_ELEMENTS
 from isentrope.core.call import AttentionCall, RotatedBranch
+from isentrope.core.choice import BlockChoice
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout, Rows, get_layout
 from isentrope.core.layout_checks import PositionIds
-from isentrope.core.region import Region
+from isentrope.core.region import Region, Span
 from isentrope.core.rotation import compute_angles
 from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import NoPE, Position
@@ -53,6 +54,8 @@ class _Sizes(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     rotated_keys: bool
+    choice: BlockChoice | None = None
+    window: int = 0
 
 
 def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
@@ -72,14 +75,15 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     calls = layout.cached(("calls", position, position_key, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), inputs.mask, inputs.causal, inputs.scale, inputs.rotated_keys)
     if (cached := calls.get(key)) is not None:
-        branches, scale, normalise, interleaved = cached[1]
-        return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, inputs.dropout)
+        branches, scale, normalise, interleaved, choice = cached[1]
+        dropout = inputs.dropout
+        return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, dropout, choice)
     with torch.inference_mode(False):  # or a later call could not save it for its backward
         call = _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
     factors = [x for branch in call.branches for x in (branch.tau, branch.offset) if x is not None]
     if len(calls) < MAX_BUILT_CALLS and all(x.numel() <= MAX_TAU_ELEMENTS for x in factors):
         # with the recipe, so that no other can have its id
-        calls[key] = recipe, (call.branches, call.scale, call.normalise, call.interleaved)
+        calls[key] = recipe, (call.branches, call.scale, call.normalise, call.interleaved, call.choice)
     return call
 
 
@@ -154,12 +158,44 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
     branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
+    if recipe.retrieve is not None:
+        sizes = _set_choice(branches, inputs, recipe, layout, sizes)
     for temperature in recipe.temperatures:
         branches = _set_tau(branches, temperature, layout, sizes)
     if recipe.share is not None:
         branches = _set_offset(branches, recipe.share, layout, sizes)
     interleaved = getattr(position, "layout", "half") == "interleaved"
-    return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, score.normalises, interleaved, inputs.dropout)
+    return AttentionCall(
+        q, inputs.k, inputs.v, layout, branches, scale, score.normalises, interleaved, inputs.dropout, sizes.choice
+    )
+
+
+def _set_choice(branches: list[RotatedBranch], inputs: Inputs, recipe: Recipe, layout: Layout, sizes: _Sizes) -> _Sizes:
+    """Return the sizes with the choice of far keys, if queries see less than all of them.
+
+    Raises:
+        ValueError: far keys cannot be chosen in such a call.
+    """
+    choice, masks = recipe.retrieve, (recipe.mask, inputs.mask)
+    if not inputs.causal and not any(mask is not None and mask.causal for mask in masks):
+        raise ValueError("retrieve: expected causal attention, got both directions; pass causal=True, or leave it out")
+    far = [branch for branch in branches if branch.far]
+    if not far:
+        return sizes
+    spans = [span for branch in far for span in branch.region.spans]
+    if len(spans) != 1 or spans[0] != Span(high=spans[0].high):
+        raise ValueError(
+            "retrieve: expected a position method and masks that leave every key beyond one window to choose from, "
+            f"got {recipe}; leave out the mask, or retrieve"
+        )
+    window = 1 - int(spans[0].high)
+    if not choice.hides_keys(layout.keys, window):
+        return sizes
+    if not layout.implicit:
+        raise ValueError("retrieve: expected positions that count from 0, got position_ids; leave them out")
+    if torch.compiler.is_compiling():
+        raise ValueError("retrieve: keys cannot be chosen in a compiled graph; call the model uncompiled")
+    return sizes._replace(choice=choice, window=window)
 
 
 def _check_scale(scale: Any) -> float:
@@ -208,7 +244,7 @@ def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes
 
 def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return the bias of far keys for each query, (batch or 1, heads or 1, queries)."""
-    n = layout.count_keys("visible", sizes.region).clamp_min(1)[:, None].to(sizes.dtype)
+    n = _count_keys("visible", layout, sizes).clamp_min(1)[:, None].to(sizes.dtype)
     offset: Tensor = share.bias(n)
     if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
         raise ValueError(f"share: expected β for 1 or {sizes.heads} heads, got shape {tuple(offset.shape)}")
@@ -217,13 +253,21 @@ def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
 
 def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return τ of each query, (batch or 1, heads or 1, queries)."""
-    n = layout.count_keys(getattr(temperature, "count", "visible"), sizes.region).clamp_min(1)
+    n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
     n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
     tau: Tensor = temperature.scale(n, sizes.head_dim)
     if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau
+
+
+def _count_keys(kind: str, layout: Layout, sizes: _Sizes) -> Tensor:
+    """Return n for each query, (batch or 1, queries); far keys that are not chosen are not visible."""
+    n = layout.count_keys(kind, sizes.region)
+    if sizes.choice is None or kind != "visible":
+        return n
+    return n - sizes.choice.count_hidden(layout.query, sizes.window)
 
 
 def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:

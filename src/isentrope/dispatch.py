@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isentrope.backends import sdpa
 from isentrope.backends.band.backend import BandBackend
+from isentrope.backends.blocks.backend import BlocksBackend
 from isentrope.backends.chunked import ChunkedBackend
 from isentrope.backends.decode.backend import DecodeBackend
 from isentrope.backends.dense import DenseBackend
@@ -17,14 +18,16 @@ from isentrope.backends.flex import FlexBackend
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import Backend
 from isentrope.backends.reference import ReferenceBackend
+from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 
 REFERENCE, DENSE, SDPA, FLEX = ReferenceBackend(), DenseBackend(), sdpa.SDPABackend(), FlexBackend()
-CHUNKED, DECODE, BAND = ChunkedBackend(), DecodeBackend(), BandBackend()
+CHUNKED, DECODE, BAND, BLOCKS = ChunkedBackend(), DecodeBackend(), BandBackend(), BlocksBackend()
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (REFERENCE, DENSE, SDPA, FLEX, CHUNKED, DECODE, BAND)
+    backend.name: backend for backend in (REFERENCE, DENSE, SDPA, FLEX, CHUNKED, DECODE, BAND, BLOCKS)
 }
 AUTO = "auto"
 
@@ -58,10 +61,15 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
     Raises:
         ValueError: there is no such backend, or it cannot compute this call; nothing else runs in its place.
     """
+    if call.choice is not None:
+        check_backend(backend)
+        if not call.layout.plain:
+            return _run_frames(call, backend, need_lse, need_entropy)
+        call = choose_blocks(call)
     max_elements = _max_q_elements(call)
     if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _run(call, backend, need_lse, need_entropy)
-    if backend in (AUTO, BAND.name) and not need_entropy and BAND.computes_all(call):
+    if backend in (AUTO, BAND.name, BLOCKS.name) and not need_entropy and BAND.computes_all(call):
         return _run(call, backend, need_lse, need_entropy)
     return _run_by_heads(call, max_elements, backend, need_lse, need_entropy)
 
@@ -83,6 +91,8 @@ def choose_backend(call: AttentionCall, name: str) -> Backend:
     reason = backend.refusal(call)
     if call.dropout is not None and not backend.has_weights:
         reason = "it has no attention weights to drop"
+    if _has_chosen_keys(call) and not backend.chooses_keys:
+        reason = "it does not choose far keys; use 'auto', 'blocks' or 'dense'"
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot compute this: {reason}")
     return backend
@@ -97,6 +107,8 @@ def choose_uncompiled(q: Tensor) -> str:
 def _choose_fastest(call: AttentionCall) -> Backend:
     if call.dropout is not None:
         return DENSE
+    if _has_chosen_keys(call):
+        return DENSE if BLOCKS.refusal(call) is not None else BLOCKS
     if DECODE.refusal(call) is None:
         return DECODE
     if BAND.refusal(call) is None:
@@ -118,6 +130,10 @@ def _choose_fused(call: AttentionCall) -> Backend:
         return FLEX
     # SDPA's triangular kernels gain more than its band kernels lose
     return SDPA if sdpa.has_triangular_branch(call) else FLEX
+
+
+def _has_chosen_keys(call: AttentionCall) -> bool:
+    return any(branch.chosen is not None for branch in call.branches)
 
 
 def _weights_fit(call: AttentionCall) -> bool:
@@ -153,6 +169,21 @@ def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> 
     if need_entropy:
         entropy = compute_entropy(backend, call if backend.reads_padding else blank_padding(call), lse)
     return Result(out, lse if need_lse else None, entropy, backend.name)
+
+
+def _run_frames(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
+    """Run the rows, or documents, of a call one after another: each chooses far keys of its own."""
+    shape, dtype = call.q.shape[:3], accumulation_dtype(call.q)
+    out = call.q.new_zeros(*shape, call.v.shape[-1])
+    lse = torch.full(shape, -torch.inf, dtype=dtype, device=out.device) if need_lse else None
+    entropy = torch.zeros(shape, dtype=dtype, device=out.device) if need_entropy else None
+    chosen = BLOCKS.name if name == AUTO else name
+    for row, queries, part in split_frames(call):
+        result = dispatch(part, name, need_lse, need_entropy)
+        for whole, values in ((out, result.out), (lse, result.lse), (entropy, result.entropy)):
+            if whole is not None and values is not None:
+                whole[row, :, queries] = values[0]
+    return Result(out, lse, entropy, chosen)
 
 
 def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: bool, need_entropy: bool) -> Result:

@@ -89,6 +89,33 @@ def check_number(
     object.__setattr__(part, key, float(value))
 
 
+def check_numbers(part: object, key: str, minimum: float, maximum: float) -> None:
+    """Check that a part's option is a list of numbers from `minimum` to `maximum`, and store them as floats."""
+    values = _check_list(part, key, minimum, maximum, "numbers")
+    object.__setattr__(part, key, tuple(float(value) for value in values))
+
+
+def check_integers(part: object, key: str, minimum: int, maximum: int) -> None:
+    """Check that a part's option is a list of integers from `minimum` to `maximum`, and store them as ints."""
+    values = _check_list(part, key, minimum, maximum, "integers")
+    object.__setattr__(part, key, tuple(int(value) for value in values))
+
+
+def _check_list(part: object, key: str, minimum: float, maximum: float, kind: str) -> list[Any] | tuple[Any, ...]:
+    def is_valid(number: Any) -> bool:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        return is_number and minimum <= number <= maximum and (kind == "numbers" or number == int(number))
+
+    value = getattr(part, key)
+    values: Any = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(values, (list, tuple)) and 0 < len(values) <= MAX_HEAD_DIM and all(map(is_valid, values)):
+        return values
+    raise ValueError(
+        f"{type(part).__name__}({key}=…): expected a list of {kind} from {minimum:g} to {maximum:g}, "
+        f"got {format_value(value)}"
+    )
+
+
 def check_choice(part: object, key: str, allowed: tuple[str, ...]) -> None:
     """Check that a part's option is one of the allowed strings."""
     value = getattr(part, key)

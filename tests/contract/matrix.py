@@ -15,6 +15,7 @@ NOT_ON_CPU = {
     "flex": "has no backward on a CPU: compared without gradients in test_matrix.py, with them in test_precision.py",
     "decode": "needs Triton and a GPU: compared in test_fast.py",
     "band": "needs Triton and a GPU: compared in test_fast.py",
+    "blocks": "is for recipes with retrieve: compared in test_retrieve.py",
 }
 CPU_BACKENDS = tuple(name for name in BACKENDS if name not in NOT_ON_CPU)
 
@@ -38,6 +39,10 @@ POSITIONS = (
     f"selfextend:window={WINDOW},group=4",
     f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
     f"selfextend:window={WINDOW},train_length=16",
+    f"dpe:window={WINDOW},scales=(1,4,2)",
+    "longrope:factors={factors},original_length=20",
+    "cope:clip=3",
+    "resonance:factor=4,original_length=32",
 )
 TEMPERATURES = (
     "",
@@ -57,7 +62,7 @@ TEMPERATURES = (
     "adaptive",
     "scaleinvariant:distance=3",
 )
-# for the methods with near and far keys; {table} has a number for each head
+# for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
 FAR_POSITIONS = tuple(text for text in POSITIONS if "window=" in text)
 SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
 FAR_LAWS = (
@@ -154,7 +159,8 @@ def build(position: str, temperature: str, mask: str, score: str, setting: Setti
     """Build a recipe; `temperature` may hold a share law too."""
     text = "+".join(part for part in (position, temperature, score, mask) if part) or "plain"
     table = tuple(0.25 * (head % 4 + 1) * (-1) ** (head // 2) for head in range(setting.heads))
-    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table))
+    factors = tuple(1 + 0.5 * pair for pair in range(setting.d // 2))
+    recipe = ise.Recipe.parse(text.format(d=setting.d, heads=setting.heads, table=table, factors=factors))
     for part in recipe.learned:
         part.eval()
         with torch.no_grad():  # not at their starting point, where they might coincide with something simpler

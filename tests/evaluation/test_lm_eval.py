@@ -22,7 +22,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'ise
 from lm_eval._cli import HarnessCLI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from isentrope.evaluation.lm_eval import Isentrope  # noqa: E402
+from isentrope.evaluation.lm_eval import Isentrope, _parse_argument  # noqa: E402
 
 GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
 LLAMA = str(Path(models.__file__).parent / "shipped" / "llama")  # trained at 256 characters
@@ -203,3 +203,19 @@ def test_inputs_cut_to_the_models_own_length_are_told_of(caplog):
 def test_versions_with_plugins_find_it():
     (actual,) = entry_points(group="lm_eval.models", name="isentrope")
     assert actual.load() is Isentrope
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("selfextend:window=64;group=8+infoscale", "selfextend:window=64,group=8+infoscale"),
+        (
+            "layers:0;2=rope;1;3-=selfextend:window=64;group=8+power:gamma=(1;2;);keys=far;count=position",
+            "layers:0,2=rope;1,3-=selfextend:window=64,group=8+power:gamma=(1,2,),keys=far,count=position",
+        ),
+        ("layers:0=sink:sinks=2;size=8;*=plain", "layers:0=sink:sinks=2,size=8;*=plain"),
+    ],
+)
+def test_semicolons_stand_for_commas_but_between_layers(given, text):
+    assert _parse_argument(given, {}) == text
+    assert _parse_argument(text, {}) == text

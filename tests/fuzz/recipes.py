@@ -59,7 +59,8 @@ def seeds_of_recipes(random_: random.Random) -> ise.Recipe:
     if parts[0] in FAR_POSITIONS:
         parts[1] = random_.choice(FAR_LAWS)
     text = "+".join(part for part in parts if part) or "plain"
-    return ise.Recipe.parse(text.format(d=HEAD_DIM, heads=HEADS, table=(0.5, -1.0, 0.25, 2.0)))
+    factors = tuple(1 + 0.5 * pair for pair in range(HEAD_DIM // 2))
+    return ise.Recipe.parse(text.format(d=HEAD_DIM, heads=HEADS, table=(0.5, -1.0, 0.25, 2.0), factors=factors))
 
 
 def mutants(seed: int, count: int) -> Iterator[Mutant]:

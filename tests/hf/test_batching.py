@@ -72,10 +72,23 @@ def by_position(length):
     return extended("infoscale:count=position", one_layer())
 
 
-ORACLES = (dynamic_ntk, untrained_clex, by_position)
+def longrope(length):
+    """transformers' own."""
+    lists = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.5, 1.0, 2.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, "attention_factor": 1.0} | lists
+    rope["original_max_position_embeddings"] = TRAINED
+    return one_layer(rope_parameters=rope).double()
 
 
-@pytest.mark.parametrize(("recipe", "oracle"), [*zip(BY_LENGTH, ORACLES, strict=True)])
+ORACLES = {
+    "ntk:factor=4,dynamic=true": dynamic_ntk,
+    "clex": untrained_clex,
+    "infoscale:count=sequence": by_position,
+    "longrope:factors=(1,2,3,4),short=(1,1.5,1,2)": longrope,
+}
+
+
+@pytest.mark.parametrize(("recipe", "oracle"), ORACLES.items())
 @pytest.mark.parametrize("static", [False, True])
 def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static):
     """In one layer, whose keys know nothing of each other, every step must be as a new pass over all that there is."""

@@ -20,6 +20,7 @@ IDS = tokens(1, 24)
 PER_HEAD = ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2], [1.0, 1.5], [1.0, 2.0], [1.0, 3.0]]))
 EXPONENTS = (0.5, -1.0, 1.5, 0.0)
 BRANCHES = ise.Recipe(None, ise.ReRoPE(8), ise.Power(8, EXPONENTS, keys="far"), None, ise.Share([EXPONENTS], 2))
+BY_LAYER = ise.LayerRecipes({"0-": BRANCHES})
 UNTRAINED = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
 
@@ -58,7 +59,7 @@ def attended(model, recipe):
 
 
 @UNTRAINED
-@pytest.mark.parametrize("recipe", ["alibi", PER_HEAD, BRANCHES], ids=["alibi", "fitted", "near and far"])
+@pytest.mark.parametrize("recipe", ["alibi", PER_HEAD, BRANCHES, BY_LAYER], ids=["alibi", "fitted", "far", "layers"])
 def test_tensor_parallel_heads_are_those_of_the_whole_model(recipe):
     whole = attended(llama(num_hidden_layers=1), recipe)
     parts = [attended(share(rank), recipe) for rank in range(2)]

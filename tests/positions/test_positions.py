@@ -125,6 +125,7 @@ DISTANCES = {
         ise.SelfExtend(4, 2),
         {(8, 5): 3, (9, 5): 4, (9, 1): 6, (10, 1): 7, (10, 0): 7, (5, 9): -4, (1, 9): -6, (0, 10): -7},
     ),
+    "dpe-one": (ise.DPE(4, (2,)), {(8, 5): 3, (9, 5): 4, (9, 1): 6, (10, 0): 7, (5, 9): -4, (0, 10): -7}),
     "selfextend-wide": (ise.SelfExtend(3, 8), {(2, 0): 2, (3, 0): 3, (8, 5): 4, (16, 0): 5, (5, 8): -4}),
 }
 
@@ -150,7 +151,9 @@ def test_distances_by_hand(name):
 
 def test_cacheable_keys():
     cacheable = [ise.RoPE(), ise.PI(2.0), ise.NTK(2.0), ise.YaRN(2.0, 64), ise.ALiBi(), ise.NoPE()]
+    cacheable += [ise.CoPE(2), ise.Resonance(), ise.Resonance(2.0, 64), ise.LongRoPE((1.0, 2.0))]
     raw = [ise.NTK(2.0, True, 64), ise.ReRoPE(4), ise.LeakyReRoPE(4), ise.SelfExtend(4, 2), ise.CLEX(8, 64)]
+    raw += [ise.DPE(4, (2, 1)), ise.LongRoPE(), ise.LongRoPE((1.0,), (1.0,)), ise.LongRoPE((1.0,), original_length=4)]
     assert all(position.keys_cacheable for position in cacheable)
     assert not any(position.keys_cacheable for position in raw)
 

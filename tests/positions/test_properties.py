@@ -13,7 +13,9 @@ from tests.fixtures.recipes import EXACT, SMALL_POSITIONS, TRAINABLE, D, example
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("far", [ise.ReRoPE, ise.LeakyReRoPE, lambda w: ise.SelfExtend(w, 3)])
+@pytest.mark.parametrize(
+    "far", [ise.ReRoPE, ise.LeakyReRoPE, lambda w: ise.SelfExtend(w, 3), lambda w: ise.DPE(w, (3, 2))]
+)
 @examples(15)
 @given(seeds, st.integers(1, 30), st.integers(0, 5))
 def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype, seed, keys, more):
@@ -22,7 +24,7 @@ def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype
     assert torch.equal(near, attention(q, k, v, "rope", causal=causal))
 
 
-RELATIVE = [name for name in SMALL_POSITIONS if name != "none" and not name.startswith("selfextend")]
+RELATIVE = [name for name in SMALL_POSITIONS if not name.startswith(("none", "selfextend", "dpe"))]
 
 
 @pytest.mark.parametrize("position", RELATIVE)
@@ -57,6 +59,9 @@ SAME_AS_ROPE = {
     "rerope": lambda w: ise.ReRoPE(20 + w),
     "leaky": lambda w: ise.LeakyReRoPE(w, 1.0),
     "selfextend": lambda w: ise.SelfExtend(w, 1),
+    "dpe": lambda w: ise.DPE(w, (1, 1, 1)),
+    "longrope": lambda w: ise.LongRoPE((2.0,) * (D // 2), original_length=20 + w),
+    "cope": lambda w: ise.CoPE(original_length=10**6),
     "pi": lambda w: ise.PI(1.0),
     "yarn": lambda w: ise.YaRN(1.0, 10 * w),
     "ntk": lambda w: ise.NTK(1.0),

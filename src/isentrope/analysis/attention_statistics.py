@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.attention import attention
+from isentrope.block_selection import choose_blocks
 from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
-from isentrope.dispatch import CHUNKED, choose_uncompiled
+from isentrope.dispatch import AUTO, BLOCKS, CHUNKED, choose_uncompiled
 from isentrope.entropy import set_entropy_tau
 from isentrope.hf.capture import CapturedAttention
 
@@ -58,8 +59,10 @@ class HeatmapWindow:
 def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     captured = _to_accumulation_dtype(captured)
-    by_distance = any(hasattr(law, "by_distance") for law in captured.recipe.temperatures)
-    backend = CHUNKED.name if by_distance else choose_uncompiled(captured.q)
+    fused = captured.recipe.retrieve is None and not any(
+        hasattr(law, "by_distance") for law in captured.recipe.temperatures
+    )
+    backend = choose_uncompiled(captured.q) if fused else AUTO
     options = captured.options | {"backend": backend, "return_entropy": True}
     _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
@@ -68,7 +71,10 @@ def head_entropy(captured: CapturedAttention) -> Tensor:
 def uniform_entropy(captured: CapturedAttention) -> float:
     """Compute the entropy if every query attended alike to all its visible keys: the mean of ln n."""
     layout, region = compute_geometry(_inputs(captured), captured.recipe.mask)
-    return float(layout.count_keys("visible", region).clamp_min(1).double().log().mean())
+    count = layout.count_keys("visible", region)
+    if (choice := captured.recipe.retrieve) is not None:
+        count = count - choice.count_hidden(layout.query, captured.recipe.position.near_window)
+    return float(count.clamp_min(1).double().log().mean())
 
 
 def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
@@ -171,7 +177,10 @@ def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
     captured = _to_accumulation_dtype(captured)
     with autocast_disabled(captured.q):
-        return set_entropy_tau(CHUNKED, build_call(_inputs(captured), captured.recipe.resolve())).fold()
+        call = build_call(_inputs(captured), captured.recipe.resolve())
+        if call.choice is not None and not call.layout.plain:
+            raise ValueError("retrieve: weights over chosen keys are shown for unpadded rows; pass one text at a time")
+        return set_entropy_tau(CHUNKED if call.choice is None else BLOCKS, choose_blocks(call)).fold()
 
 
 def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:

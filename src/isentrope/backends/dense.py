@@ -16,6 +16,7 @@ class DenseBackend(Backend):
 
     name = "dense"
     has_weights = True
+    chooses_keys = True
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
         branches = call.fold()

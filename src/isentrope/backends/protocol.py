@@ -21,6 +21,7 @@ class Backend(ABC):
     reads_padding: whether padded keys enter products, so that NaN in them would reach the output.
     has_weights: whether the attention weights exist, as dropout needs.
     lse_has_gradient: whether gradients flow through the log-sum-exp too.
+    chooses_keys: whether it takes branches with chosen blocks of keys.
     """
 
     name: ClassVar[str]
@@ -28,6 +29,7 @@ class Backend(ABC):
     reads_padding: ClassVar[bool] = True
     has_weights: ClassVar[bool] = False
     lse_has_gradient: ClassVar[bool] = False
+    chooses_keys: ClassVar[bool] = False
 
     def refusal(self, call: AttentionCall) -> str | None:
         """Return why the backend cannot compute a call, or None if it can; q and k are not folded for that."""

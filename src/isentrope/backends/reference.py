@@ -16,6 +16,7 @@ class ReferenceBackend(Backend):
     name = "reference"
     has_weights = True
     lse_has_gradient = True
+    chooses_keys = True
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
         p, lse = compute_weights(call)

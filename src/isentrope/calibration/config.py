@@ -8,6 +8,8 @@ from typing import Any
 
 from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
+from isentrope.recipe import LayerRecipes
+from isentrope.utils.messages import truncate
 from isentrope.utils.parsing import parse_numbers
 
 SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
@@ -45,6 +47,10 @@ class CalibrationConfig:
             raise ValueError(f"levels: expected some of {', '.join(LEVELS)}, got {unknown[0]!r}")
         for text in self.recipes:
             recipe = parse_recipe(text)
+            if isinstance(recipe, LayerRecipes):
+                raise ValueError(
+                    f"recipe: expected one for all layers, whose law is fitted for each of them, got {truncate(text)}"
+                )
             has_far_keys = recipe.position is not None and recipe.position.has_far_keys
             if other := [law for law in recipe.temperatures if not hasattr(law, "scale")]:
                 raise ValueError(f"recipe: expected temperatures by length, to fit others beside them, got {other[0]}")

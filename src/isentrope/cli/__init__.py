@@ -2,6 +2,7 @@
 
 from isentrope.cli import (
     calibrate,
+    compare,
     data,
     evaluate,
     far_laws,
@@ -16,6 +17,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report", "retrieval", "study",
-    "train",
+    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report",
+    "retrieval", "study", "train",
 ]  # fmt: skip

@@ -46,6 +46,13 @@ def print_recipes(folder: Path) -> None:
         Console(soft_wrap=True).print(line)
 
 
+def print_comparison(folder: Path) -> None:
+    """Print the leaderboard of a comparison."""
+    from isentrope.report.tables.comparison import build_comparison_table
+
+    print_table(build_comparison_table(folder))
+
+
 def run_masked_plan(
     plan: Any, out: Path, corpus: Path | None, compile: bool | None = None, is_helper: bool = False
 ) -> bool:

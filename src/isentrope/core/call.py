@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from isentrope.core.choice import BlockChoice, ChosenBlocks
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
@@ -40,6 +41,7 @@ class RotatedBranch:
     far: whether these are the keys beyond the window of a position method.
     entropy_law: gives τ, once the entropy of the call without it is known; no backend receives it.
     distance_law: multiplies scale · τ q·k by a(|Δ|) and adds m(|Δ|).
+    chosen: blocks of these keys that queries see, where they do not see all.
     """
 
     region: Region
@@ -51,17 +53,19 @@ class RotatedBranch:
     offset: Tensor | None = None
     entropy_law: EntropyLaw | None = None
     distance_law: DistanceLaw | None = None
+    chosen: ChosenBlocks | None = None
 
     @property
     def biased(self) -> bool:
         """Whether scores depend on the distance other than through rotation."""
         return self.slopes is not None or self.distance_law is not None
 
-    def take_heads(self, heads: slice) -> RotatedBranch:
-        """Return the branch for some query heads."""
+    def take_heads(self, heads: slice, key_heads: slice) -> RotatedBranch:
+        """Return the branch for some query heads and the key heads that they share."""
         tau, offset = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in (self.tau, self.offset))
         slopes = None if self.slopes is None else self.slopes[heads]
-        return replace(self, slopes=slopes, tau=tau, offset=offset)
+        chosen = None if self.chosen is None else self.chosen.take_heads(key_heads)
+        return replace(self, slopes=slopes, tau=tau, offset=offset, chosen=chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +75,7 @@ class AttentionCall:
     q (batch, heads, queries, d), k (batch, kv_heads, keys, d), v (batch, kv_heads, keys, dv).
     normalise: scores are cosines. interleaved: layout of the rotated pairs.
     dropout: function of the attention weights, for backends that have them.
+    choice: how far keys are to be chosen, before a backend runs.
     """
 
     q: Tensor
@@ -82,6 +87,7 @@ class AttentionCall:
     normalise: bool = False
     interleaved: bool = False
     dropout: Callable[[Tensor], Tensor] | None = None
+    choice: BlockChoice | None = None
     _folded: list[FoldedBranch] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -114,7 +120,7 @@ class AttentionCall:
         assert branch.entropy_law is None, "measure the entropy first"
         q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch)
-        laws = branch.slopes, branch.offset, branch.distance_law
+        laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
         return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws)
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
@@ -133,7 +139,12 @@ class AttentionCall:
             key_heads = slice(first, first + count)
             heads = slice(first * self.groups, (first + count) * self.groups)
             q, k, v = self.q[:, heads], self.k[:, key_heads], self.v[:, key_heads]
-            yield heads, replace(self, q=q, k=k, v=v, branches=[branch.take_heads(heads) for branch in self.branches])
+            yield (
+                heads,
+                replace(
+                    self, q=q, k=k, v=v, branches=[branch.take_heads(heads, key_heads) for branch in self.branches]
+                ),
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +162,13 @@ class FoldedBranch:
     layout: Layout
     slopes: Tensor | None = None
     offset: Tensor | None = None
+    chosen: ChosenBlocks | None = None
     distance_law: DistanceLaw | None = None
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""
-        branch = RotatedBranch(self.region, slopes=self.slopes, distance_law=self.distance_law)
+        laws = {"slopes": self.slopes, "chosen": self.chosen, "distance_law": self.distance_law}
+        branch = RotatedBranch(self.region, **laws)
         return AttentionCall(self.q, self.k, self.v, self.layout, [branch], self.scale)
 
     @property
@@ -187,7 +200,10 @@ class FoldedBranch:
         return self.layout.count_keys("visible", self.region)[:, None]
 
     def mask(self, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return self.layout.visible(self.region, rows, columns)
+        visible = self.layout.visible(self.region, rows, columns)
+        if self.chosen is None:
+            return visible
+        return visible & self.chosen.mask(rows, columns).repeat_interleave(self.groups, 1)
 
     @property
     def biased(self) -> bool:

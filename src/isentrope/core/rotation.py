@@ -21,16 +21,28 @@ Angles = tuple[Tensor, Tensor]  # cos and sin
 def compute_angles(position: Tensor | float | None, frequencies: Tensor, dtype: torch.dtype) -> Angles | None:
     """Return cos and sin of position · θ, (batch or 1, 1, length or 1, pairs) each; None for no rotation.
 
-    The product is formed in `dtype`, as transformers forms it: models have been trained with its rounding.
+    A position (batch or 1, length, groups) differs between equal groups of pairs. The product is formed in `dtype`, as
+    transformers forms it: models have been trained with its rounding.
     """
     if position is None:
         return None
     if isinstance(position, Tensor):
-        angle = position.to(dtype)[..., None] * frequencies
+        position = position.to(dtype)
+        angle = (
+            spread_groups(position, frequencies.shape[-1]) if position.dim() == 3 else position[..., None]
+        ) * frequencies
     else:
         angle = (position * frequencies).reshape(1, -1, frequencies.shape[-1])
     angle = angle[:, None]
     return angle.cos(), angle.sin()
+
+
+def spread_groups(position: Tensor, pairs: int) -> Tensor:
+    """Return positions (…, groups) as (…, pairs): pair m is in group ⌊m · groups / pairs⌋."""
+    groups = position.shape[-1]
+    if pairs % groups == 0:
+        return position.repeat_interleave(pairs // groups, -1)
+    return position[..., torch.arange(pairs, device=position.device) * groups // pairs]
 
 
 def rotate_and_scale(

@@ -9,6 +9,7 @@ Importing this module registers it. The harness's own command line, with this ty
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from isentrope.hf.extend import extend, get_extension
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
 from isentrope.positions import CLEX, NTK
-from isentrope.recipe import PARTS, Recipe
+from isentrope.recipe import LAYERS, PARTS, Recipe
 from isentrope.utils.extras import name_missing_extras
 from isentrope.version import __version__
 
@@ -37,8 +38,8 @@ class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
 
     Args:
         pretrained: a model, or its folder or name on the hub.
-        recipe: its text, with `;` for `,`, at which the harness splits arguments. None or "plain" changes nothing. A
-            model saved with a recipe has its own.
+        recipe: its text, with `;` for `,`, at which the harness splits arguments; of a recipe per layer the semicolons
+            stay as they are. None or "plain" changes nothing. A model saved with a recipe has its own.
         allow_untrained: as in `isentrope.extend`.
         **options: those of `hf`. Among them `max_length`, to which inputs are cut; by default the length in the
             model's config, and nothing is measured beyond it.
@@ -93,16 +94,30 @@ def _parse_argument(recipe: Any, options: dict[str, Any]) -> str | None:
             f"recipe: expected ; in place of , between its options, as in 'selfextend:window=1024;group=8', got "
             f"{recipe!r} and {', '.join(astray)} apart from it"
         )
-    text = recipe.replace(";", ",").strip()
+    text = _restore_commas(recipe.strip())
     check_recipes([text])
     return text
 
 
+def _restore_commas(text: str) -> str:
+    """Put commas in place of semicolons, except before layers=… of a recipe per layer, where a semicolon belongs."""
+    text = text.replace(";", ",")
+    if text.partition(":")[0].strip() != LAYERS:
+        return text
+    layers = r"\s*[\d*][\d,*\s-]*="
+    return re.sub(rf"(^[^:]*:{layers})|,({layers})", lambda match: match[1] or f";{match[2]}", text)
+
+
 def _depends_on_row(recipe: Recipe) -> bool:
     """Whether padding at the end of a row changes how its tokens are read."""
-    position = recipe.position
-    by_length = isinstance(position, CLEX) or (isinstance(position, NTK) and position.dynamic)
-    return by_length or any(getattr(law, "count", "visible") == "sequence" for law in recipe.temperatures)
+    by_length = (
+        isinstance(part, CLEX)
+        or (isinstance(part, NTK) and part.dynamic)
+        or getattr(part, "depends_on_row_length", False)
+        for part in recipe.parts
+    )
+    laws = (law for one in recipe.recipes for law in one.temperatures)
+    return any(by_length) or any(getattr(law, "count", "visible") == "sequence" for law in laws)
 
 
 if __name__ == "__main__":

@@ -116,9 +116,9 @@ def is_degraded(row: RankedRecipe) -> bool:
 
 
 def forgets(recipe: str) -> bool:
-    """Whether a recipe lets attention see only a part of the text."""
+    """Whether a recipe lets every layer see only a part of the text."""
     from isentrope.evaluation.recipe_texts import (
         parse_recipe,  # reports import this module to read files, without models
     )
 
-    return parse_recipe(recipe).mask is not None
+    return all(one.mask is not None for one in parse_recipe(recipe).recipes)

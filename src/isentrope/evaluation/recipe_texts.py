@@ -37,7 +37,7 @@ def pair_with_untempered(recipes: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each recipe with a temperature or a share law and the one among the others that is the same without."""
     parsed = {text: parse_recipe(text) for text in recipes}
     for text, recipe in parsed.items():
-        bare = replace(recipe, temperature=None, share=None)
+        bare = recipe.map_recipes(lambda one: replace(one, temperature=None, share=None))
         for other, candidate in parsed.items():
             if recipe != bare and candidate == bare:
                 yield text, other

@@ -11,6 +11,8 @@ from isentrope.evaluation.masked_lm import MaskingProtocol
 from isentrope.experiments.plan_checks import check_keys, check_list
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
+from isentrope.recipe import LayerRecipes
+from isentrope.recipe.layers import add_parts
 from isentrope.training.config import build_config
 from isentrope.utils.messages import suggest
 from isentrope.utils.parsing import parse_numbers
@@ -113,8 +115,9 @@ class MaskedPlan:
                 raise ValueError(f"plan {self.name}: unknown checkpoint {row.checkpoint!r}{hint}")
             try:  # before anything is trained
                 recipe = build_gau_recipe(row.recipe, self.train_length, 128)
-                if row.fit and (recipe.temperatures or recipe.share is not None):
-                    raise ValueError(f"fit: expected a recipe without a temperature and a share law, got {row.recipe}")
+                if row.fit and (isinstance(recipe, LayerRecipes) or recipe.temperatures or recipe.share is not None):
+                    expected = "a recipe without a temperature and a share law, the same for all layers"
+                    raise ValueError(f"fit: expected {expected}, got {row.recipe}")
             except ValueError as error:
                 raise ValueError(f"plan {self.name}: {row.method} {row.variant}: {error}") from None
 
@@ -239,11 +242,10 @@ def _expand_methods(where: str, methods: Iterable[Any], default_variants: list[s
             if variant not in VARIANTS:
                 raise ValueError(f"{where}: method: unknown variant {variant!r}{suggest(str(variant), VARIANTS)}")
             cosine, info = VARIANTS[variant]
-            parts = [data["recipe"]]
-            parts += [f"cosine:alpha={data.get('alpha', 128)}"] if cosine else []
+            parts = [f"cosine:alpha={data.get('alpha', 128)}"] if cosine else []
             parts += [data.get("infoscale", "infoscale:count=sequence")] if info else []
             checkpoint = data["cosine" if cosine else "checkpoint"]
-            rows.append(PlanRow(str(data["method"]), variant, checkpoint, "+".join(parts)))
+            rows.append(PlanRow(str(data["method"]), variant, checkpoint, add_parts(data["recipe"], parts)))
     return rows
 
 

@@ -29,7 +29,7 @@ def render_card(config: Any) -> str:
     recipe = Recipe.from_dict(saved["recipe"])
     base = str(getattr(config, "name_or_path", "") or "")
     on_hub = base.count("/") == 1 and not Path(base).exists() and not base.startswith((".", "/", "~"))
-    parts = recipe.parts
+    parts = tuple({str(part): part for part in recipe.parts}.values())
     lines = [
         "---",
         "library_name: transformers",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from isentrope.hf.extend import Extension, get_extension
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.positions import Position
+from isentrope.recipe import Recipe
+from isentrope.recipe.layer_sets import group_indices
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
@@ -33,8 +34,9 @@ class LayerDescription:
             near keys where far ones have another; None where it depends on more than n, see `other_laws`.
         far_tau: that of far keys; None where there are none.
         far_bias: what a share law adds to the scores of far keys; None where there are none.
-        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; None where
-            the key is not visible.
+        far_keys: which far keys a query sees, where they are chosen; None where it sees all.
+        distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; one for
+            each group of pairs where they differ, None where the key is not visible.
         row_length: the keys of the row that `distances` are for, where they depend on that; else None.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
         other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
@@ -47,12 +49,13 @@ class LayerDescription:
     mask: str
     cache: str
     tau: tuple[tuple[float, ...], ...] | None
-    distances: tuple[float | None, ...]
+    distances: tuple[float | tuple[float, ...] | None, ...]
     fastest: float | None
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
     far_bias: tuple[tuple[float, ...], ...] | None = None
     other_laws: tuple[tuple[str, str], ...] = ()
+    far_keys: str | None = None
     row_length: int | None = None
 
     def __str__(self) -> str:
@@ -71,6 +74,7 @@ class LayerDescription:
                 *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items() if values is not None),
                 *(f"  {name:8}  {text}" for name, text in self.other_laws),
                 f"  mask      {self.mask}",
+                *([] if self.far_keys is None else [f"  retrieve  {self.far_keys}"]),
             )
         )
 
@@ -85,9 +89,12 @@ class Description:
 
     def __str__(self) -> str:
         lines = [f"{self.model_type} under {shorten_recipe(self.recipe)}"]
-        for text, group in groupby(self.layers, key=str):
-            indices = [layer.index for layer in group]
-            lines.append(f"layers {indices[0]} … {indices[-1]}:" if len(indices) > 1 else f"layer {indices[0]}:")
+        alike: dict[str, list[int]] = {}
+        for layer in self.layers:
+            alike.setdefault(str(layer), []).append(layer.index)
+        for text, indices in alike.items():
+            runs = [f"{a} … {b}" if b > a else f"{a}" for a, b in group_indices(indices)]
+            lines.append(f"layer{'s' if len(indices) > 1 else ''} {', '.join(runs)}:")
             lines.append(text)
         return "\n".join(lines)
 
@@ -110,7 +117,7 @@ def describe(model: torch.nn.Module) -> Description:
 
 
 def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
-    layer, method = get_layer(info.module), extension.recipe.position
+    layer, method = get_layer(info.module), extension.recipe.for_layer(info.index).position
     region = layer.native_mask.visible
     if layer.recipe.mask is not None:
         region = region & layer.recipe.mask.region(layer.causal)
@@ -131,6 +138,7 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         far_tau=_tabulate_tau(layer, region, info, "far") if has_far_keys else None,
         far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
         other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
+        far_keys=_describe_choice(layer.recipe),
         row_length=DEPTH + 1 if raw and layer.recipe.position.depends_on_row_length else None,
     )
 
@@ -152,10 +160,10 @@ def _describe_left_out(extension: Extension, info: LayerInfo, layer: Layer) -> I
     """Yield the laws of near and far keys that a layer without such keys leaves out."""
     if layer.recipe.position is not None:
         return
-    recipe = extension.recipe
+    recipe = extension.recipe.for_layer(info.index)
     kept = ("all",) if info.rope is None else ("all", "near")
     laws = [law for law in recipe.temperatures if getattr(law, "keys", "all") not in kept]
-    texts = [shorten_recipe(str(part)) for part in (*laws, recipe.share) if part is not None]
+    texts = [shorten_recipe(str(part)) for part in (*laws, recipe.share, recipe.retrieve) if part is not None]
     if texts:
         reason = "this layer does not rotate" if info.rope is None else "all keys of this layer are near"
         yield "left out", f"{' and '.join(texts)}, since {reason}"
@@ -166,7 +174,17 @@ def _tabulate_tau(layer: Layer, region: Region, info: LayerInfo, keys: str) -> t
     law = next((law for law in layer.recipe.temperatures if getattr(law, "keys", "all") in ("all", keys)), None)
     if law is not None and not hasattr(law, "scale"):
         return None
-    return tuple(_compute_tau(law, region, n, info) for n in LENGTHS)
+    return tuple(_compute_tau(layer, law, region, n, info.head_dim) for n in LENGTHS)
+
+
+def _describe_choice(recipe: Recipe) -> str | None:
+    return None if recipe.retrieve is None else recipe.retrieve.describe_budget(recipe.position.near_window)
+
+
+def _count_hidden(layer: Layer, layout: Layout) -> Tensor | int:
+    """Return how many far keys queries do not choose."""
+    choice = layer.recipe.retrieve
+    return 0 if choice is None else choice.count_hidden(layout.query, layer.recipe.position.near_window)
 
 
 def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | None:
@@ -182,13 +200,16 @@ def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | Non
     return position.frequencies(info.head_dim, length, torch.float32, torch.device("cpu")).detach()
 
 
-def _compute_tau(law: Any, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:
+def _compute_tau(layer: Layer, law: Any, region: Region, n: int, head_dim: int) -> tuple[float, ...]:
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
-    count = layout.count_keys(law.count, layout.simplify(region))[:, None].float()
+    count = layout.count_keys(law.count, layout.simplify(region))
+    if law.count == "visible":
+        count = count - _count_hidden(layer, layout)
+    count = count[:, None].float()
     with torch.no_grad():
-        return tuple(law.scale(count, info.head_dim).flatten().tolist())
+        return tuple(law.scale(count, head_dim).flatten().tolist())
 
 
 def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:
@@ -199,12 +220,13 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
     branches = layer.recipe.position.branches(positions, positions, info.heads, (n, n))
     spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
     counted = Region(spans) if getattr(share, "count", "far") == "far" else region
-    count = layout.count_keys("visible", layout.simplify(counted))[:, None].clamp_min(1)
+    count = layout.count_keys("visible", layout.simplify(counted)) - _count_hidden(layer, layout)
+    count = count[:, None].clamp_min(1)
     with torch.no_grad():
         return tuple(share.bias(count).flatten().tolist())
 
 
-def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | None:
+def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = DEPTH
     if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
@@ -215,8 +237,9 @@ def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
     for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
         if any(span.low <= -behind < span.high for span in branch.region.spans):
-            q, k = (0.0 if x is None else float(x) for x in (branch.query, branch.key))
-            return q - k
+            q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
+            distances = tuple((q - k).flatten().tolist())
+            return distances[0] if len(set(distances)) == 1 else distances
     return float(behind)
 
 
@@ -234,7 +257,9 @@ def _format_region(region: Region) -> str:
     return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
 
 
-def _format_distance(distance: float | None) -> str:
+def _format_distance(distance: float | tuple[float, ...] | None) -> str:
+    if isinstance(distance, tuple):
+        return f"{min(distance):g}–{max(distance):g}"
     return "·" if distance is None else f"{distance:g}"
 
 

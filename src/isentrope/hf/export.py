@@ -17,7 +17,7 @@ from isentrope.hf.rope import FREQUENCY_BUFFER, ModelRope
 from isentrope.hf.saved_models import AUTO_MODULE, copy_plain_config
 from isentrope.masks import Causal, Full, Window
 from isentrope.positions import NTK, PI, RoPE, YaRN
-from isentrope.recipe import Recipe
+from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Constant, YaRNTemperature
 from isentrope.utils.files import write_atomically
@@ -91,6 +91,8 @@ def _build_native_model(model: PreTrainedModel, extension: Extension) -> PreTrai
 def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
     """Write the recipe as rope_parameters into a config."""
     recipe, kind = extension.recipe, extension.model_type
+    if isinstance(recipe, LayerRecipes):
+        raise ValueError(_no_native_form(recipe, "its layers differ"))
     if recipe.score is not None and not isinstance(recipe.score, Dot):
         raise ValueError(_no_native_form(recipe, f"{recipe.score} changes scores"))
     changed = {rope.layer_type: rope for rope, _, _ in extension.frequencies}

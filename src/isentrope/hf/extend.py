@@ -61,7 +61,8 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
 
     Args:
         model: a transformers model, or a wrapper around one such as PEFT's.
-        recipe: a `Recipe` or its text. A training length that it leaves out is taken from the model's config.
+        recipe: a `Recipe`, a `LayerRecipes` or their text. A training length that it leaves out is taken from the
+            model's config.
         allow_untrained: accept parts that a model must be trained with (cosine scores, ALiBi, NoPE, SSMax).
         backend: one of `isentrope.attention`'s for all calls, those of a prompt and those of one token.
 
@@ -197,8 +198,9 @@ def _apply(
     # attn_implementation in config.json: a class of transformers by itself does not run it, see saved_models.py
     marks = {CONFIG_KEY: {"recipe": recipe.to_dict(), "backend": backend}, "attn_implementation": IMPLEMENTATION}
     _copy_configs(model, inner, extension, marks)
-    if isinstance(recipe.position, nn.Module):
-        setattr(inner, SHARED_POSITION, recipe.position.to(inner.device).train(inner.training))
+    for position in (one.position for one in recipe.recipes):
+        if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
+            setattr(inner, SHARED_POSITION, position.to(inner.device).train(inner.training))
     skipped: dict[nn.Module, set[str | None]] = {}
     layouts, parts = LayoutCache(len(plans)), collect_parts(plans)
     for index, (info, plan) in enumerate(zip(extension.layers, plans, strict=True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
-from isentrope.hf.sharding import LocalHeads, shard_position, shard_share, shard_temperature
+from isentrope.hf.sharding import shard_position, shard_share, shard_temperature
 from isentrope.positions import Position, RoPE
-from isentrope.recipe import Recipe
+from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.utils.messages import format_value, truncate
 
 # models whose learned positions begin after the padding token's
@@ -57,7 +57,7 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
     """Refuse parts that a model must be trained with, or warn of them where `allow_untrained`."""
     untrained = [part for part in recipe.parts if getattr(part, "needs_training", False)]
     if untrained:
-        what = f"{kind}: was not trained with {' and '.join(str(part) for part in untrained)}"
+        what = f"{kind}: was not trained with {' and '.join(dict.fromkeys(map(str, untrained)))}"
         if not allow_untrained:
             raise ValueError(
                 f"{what}, and does not work with it before it is; to train it, or to see, pass allow_untrained=True"
@@ -66,22 +66,45 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
 
 
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
-    """Refuse a position method for a model without rotation, tables for other heads, and what could not be saved."""
+    """Refuse recipes and tables for other layers or heads, positions without rotation, and what could not be saved."""
+    if isinstance(recipe, LayerRecipes):
+        _check_layers(recipe, kind, layers)
     for part in recipe.parts:
         if not (hasattr(part, "to_dict") and hasattr(part, "idle")):
             raise ValueError(
                 "recipe: expected parts that a config can hold, with to_dict and idle like isentrope.parts.Part, "
                 f"got {format_value(part)}"
             )
-    if isinstance(recipe.share, nn.Module):
-        raise ValueError(
-            f"recipe: expected a share law without parameters, which a model would not train, got "
-            f"{format_value(recipe.share)}; fit β with isentrope.calibrate"
-        )
-    if recipe.position is not None and all(layer.rope is None for layer in layers):
-        raise ValueError(
-            f"{kind}: has no rotary embedding, so {recipe.position} cannot take its place; temperatures and masks can"
-        )
+    for one in recipe.recipes:
+        if isinstance(one.share, nn.Module):
+            raise ValueError(
+                f"recipe: expected a share law without parameters, which a model would not train, got "
+                f"{format_value(one.share)}; fit β with isentrope.calibrate"
+            )
+        if one.position is not None and all(layer.rope is None for layer in layers):
+            raise ValueError(
+                f"{kind}: has no rotary embedding, so {one.position} cannot take its place; temperatures and masks can"
+            )
+    _check_tables(recipe, kind, layers)
+
+
+def _check_layers(recipe: LayerRecipes, kind: str, layers: list[LayerInfo]) -> None:
+    indices = [layer.index for layer in layers]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"{kind}: several of its layers have the same number; give one recipe for all of them")
+    recipe.check_layers(indices)
+    learned = {id(one.position): one.position for one in recipe.recipes if isinstance(one.position, nn.Module)}
+    if len(learned) > 1:
+        methods = " and ".join(map(str, learned.values()))
+        raise ValueError(f"{kind}: expected one position method that learns, which layers share, got {methods}")
+
+
+def _check_tables(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
+    """Refuse laws with values for other layers or heads than the model has."""
+    count = 1 + max(layer.index for layer in layers)
+    for law in recipe.parts:
+        if hasattr(law, "for_layer") and _has_layer(law, count):
+            raise ValueError(f"{kind}: has {count} layers, the table of {truncate(str(law))} has more")
     far = torch.full((1, 1, 1), 1 << 20)
     for layer in layers:
         layer_recipe = recipe.for_layer(layer.index)
@@ -94,6 +117,14 @@ def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
                 raise ValueError(
                     f"{kind}: has {layer.heads} attention heads, {truncate(str(law))} has {values.shape[-2]}"
                 )
+
+
+def _has_layer(law: Any, index: int) -> bool:
+    """Return whether a law has values of its own for this layer."""
+    try:
+        return law.for_layer(index) is not law
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -114,32 +145,79 @@ class LayerPlan:
 
 def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfig, owner: nn.Module) -> list[LayerPlan]:
     """Decide what becomes of each layer. `owner` is the model, on which a learned position method is registered."""
-    fitted: dict[tuple[int, str | None, LocalHeads], tuple[Position, Tensor | None]] = {}
-    near_only = recipe.without_far_keys(near_only=True)  # once, so that layers share its parts
+    recipes = [_localize(recipe.for_layer(layer.index), layer) for layer in layers]
+    positions = _fit_positions(recipe, layers, config.model_type, owner)
+    without_far_keys: dict[tuple[Any, ...], Recipe] = {}  # made once, so that layers share its parts
     plans = []
-    for layer in layers:
-        rope = layer.rope
-        if rope is not None and recipe.position is not None and not _takes_position(layer, layers):
-            plans.append(LayerPlan(_localize(near_only.for_layer(layer.index), layer)))
-            continue
-        layer_recipe = _localize(recipe.for_layer(layer.index), layer)
-        stream = get_streaming_window(recipe.mask, recipe.position) if layer.causal else None
-        if rope is None or not (recipe.position or stream) or not _takes_position(layer, layers):
-            plans.append(LayerPlan(layer_recipe.without_far_keys()))
-            continue
-        key = (id(rope.module), rope.layer_type, layer.local_heads)
-        if key not in fitted:
-            position, theta = fit_position(recipe.position or RoPE(), rope, stream, config.model_type, owner)
-            _check_scaling(recipe, rope, layer.head_dim, config.model_type)
-            fitted[key] = shard_position(position, layer.local_heads), theta
-        position, theta = fitted[key]
-        if theta is not None:
-            plans.append(LayerPlan(layer_recipe.without_far_keys(), theta=theta))
+    for layer, layer_recipe, fitted in zip(layers, recipes, positions, strict=True):
+        if fitted is None:
+            near_only = layer.rope is not None and layer_recipe.position is not None
+            key = (near_only, *map(id, layer_recipe.parts))
+            if key not in without_far_keys:
+                without_far_keys[key] = layer_recipe.without_far_keys(near_only=near_only)
+            plans.append(LayerPlan(without_far_keys[key]))
+        elif fitted.theta is not None:
+            plans.append(LayerPlan(layer_recipe.without_far_keys(), theta=fitted.theta))
         else:
-            plans.append(LayerPlan(replace(layer_recipe, position=position), skipped_rope=rope))
+            plans.append(LayerPlan(replace(layer_recipe, position=fitted.position), skipped_rope=layer.rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
         plan.recipe = next(other.recipe for other in plans if _same_parts(other.recipe, plan.recipe))
     return plans
+
+
+class _FittedPosition(NamedTuple):
+    """A position method at a layer's frequencies, and frequencies to write in its place where that is enough."""
+
+    position: Position
+    theta: Tensor | None
+
+
+def _fit_positions(
+    recipe: Recipe, layers: list[LayerInfo], model_type: str, owner: nn.Module
+) -> list[_FittedPosition | None]:
+    """Fit the position method of each layer; None where the layer rotates as before.
+
+    A rotary module rotates for all layers that share it, or for none. Where they differ, all of them get queries and
+    keys unrotated, and those without a method of their own rotate by the model's frequencies.
+    """
+    known: dict[tuple[Any, ...], _FittedPosition] = {}
+
+    def fit(layer: LayerInfo, position: Position, stream: tuple[int, int] | None) -> _FittedPosition:
+        rope = layer.rope
+        assert rope is not None
+        key = (id(rope.module), rope.layer_type, layer.local_heads, id(position), stream)
+        if key not in known:
+            fitted, theta = fit_position(position, rope, stream, model_type, owner)
+            _check_scaling(position, rope, layer.head_dim, model_type)
+            known[key] = _FittedPosition(shard_position(fitted, layer.local_heads), theta)
+        return known[key]
+
+    plain = RoPE()
+    positions: list[_FittedPosition | None] = []
+    for layer in layers:
+        own = recipe.for_layer(layer.index)
+        stream = get_streaming_window(own.mask, own.position) if layer.causal else None
+        applies = layer.rope is not None and (own.position or stream) and _takes_position(layer, layers)
+        positions.append(fit(layer, own.position or plain, stream) if applies else None)
+    sharing: dict[tuple[nn.Module, str | None], list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.rope is not None:
+            sharing.setdefault((layer.rope.module, layer.rope.layer_type), []).append(index)
+    for indices in sharing.values():
+        if not _rotate_alike([positions[index] for index in indices]):
+            for index in indices:
+                own_position = positions[index] or fit(layers[index], plain, None)
+                positions[index] = own_position._replace(theta=None)
+    return positions
+
+
+def _rotate_alike(positions: list[_FittedPosition | None]) -> bool:
+    """Return whether one rotary module can serve all of these: none changed, none rotated, or all at one frequency."""
+    thetas = [None if position is None else position.theta for position in positions]
+    if all(theta is None for theta in thetas):
+        return len({position is None for position in positions}) < 2
+    first = thetas[0]
+    return first is not None and all(theta is not None and torch.equal(theta, first) for theta in thetas)
 
 
 def _localize(recipe: Recipe, layer: LayerInfo) -> Recipe:
@@ -173,9 +251,7 @@ def _is_windowed(layer: LayerInfo) -> bool:
     return any(span.low > float("-inf") for span in layer.region.spans)
 
 
-def _check_scaling(recipe: Recipe, rope: ModelRope, head_dim: int, kind: str) -> None:
+def _check_scaling(position: Position, rope: ModelRope, head_dim: int, kind: str) -> None:
     """Refuse a scaling of cos and sin that reaches part of a head only: `attention` scales whole heads."""
     if rope.scaling != 1 and 2 * rope.theta.shape[-1] != head_dim:
-        raise ValueError(
-            f"{kind}: rotates part of a head and scales it, which {recipe.position or recipe.mask} cannot be joined to"
-        )
+        raise ValueError(f"{kind}: rotates part of a head and scales it, which {position} cannot be joined to")

@@ -91,7 +91,8 @@ class ModelRope:
     def as_model(self, model_type: str = "model") -> ModelRotary:
         """Describe the model's rotation to a position method."""
         layout, base = "interleaved" if self.interleaved else "half", self.parameters.get("rope_theta")
-        return ModelRotary(model_type, self.theta.float(), layout, self.kind, None if base is None else float(base))
+        base = None if base is None else float(base)
+        return ModelRotary(model_type, self.theta.float(), layout, self.kind, base, self.parameters)
 
     def same(self, other: ModelRope | None) -> bool:
         """Return whether both are the same frequencies of the same module."""
@@ -205,6 +206,8 @@ class FittedPosition(Position):
         return self.inner.depends_on_row_length
 
     def cache_key(self) -> Hashable:
+        if self.rope.kind in self.inner.replaces_rope_types:  # the model's own change with every pass, and are not read
+            return self.inner.cache_key()
         return self.rope.cache_key(), self.inner.cache_key()
 
     @property
@@ -292,7 +295,7 @@ def _check_rescale(position: Position) -> None:
 
 def _fill_in(position: Position, rope: ModelRope, model_type: str) -> Position:
     """Take from the model what a position method leaves open."""
-    if rope.kind in LENGTH_DEPENDENT_ROPE_TYPES:
+    if rope.kind in LENGTH_DEPENDENT_ROPE_TYPES and rope.kind not in position.replaces_rope_types:
         raise ValueError(
             f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which no other "
             f"position method can be joined to; leave {position.name()!r} out, or load it with rope_type 'default'"

@@ -17,6 +17,7 @@ from isentrope.hf.rope import get_streaming_window
 from isentrope.masks import Lambda, Sink
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
+from isentrope.utils.messages import truncate
 
 
 class StreamingLayer(DynamicLayer):
@@ -77,8 +78,9 @@ class StreamingCache(Cache):
     """Let `generate(past_key_values=StreamingCache(model))` reach any length at constant memory.
 
     A recipe with a `sink` mask (StreamingLLM), or with `rerope` and a `lambda` mask (LM-Infinite), sees only the first
-    tokens and a window and measures positions inside the cache, so that evicting the rest loses nothing. Rows of a
-    batch must have no padding.
+    tokens and a window and measures positions inside the cache, so that evicting the rest loses nothing. With a recipe
+    per layer every layer must have such a recipe, and the cache keeps what the widest needs. Rows of a batch must have
+    no padding.
 
     Args:
         model: extended with such a recipe.
@@ -89,21 +91,24 @@ class StreamingCache(Cache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         extension = get_extension(model)
-        sizes = _get_sinks_and_window(extension.recipe)
-        if sizes is None:
+        sizes = [_get_sinks_and_window(extension.recipe.for_layer(layer.index)) for layer in extension.layers]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
             raise ValueError(
                 "StreamingCache: expected a model extended with 'sink:sinks=…,size=…' and plain rotation, or with "
                 "'rerope:window=…' and 'lambda:sinks=…,window=…' of at least that window, and a temperature that "
-                f"counts visible keys, got {str(extension.recipe)!r}"
+                f"counts visible keys, in every layer, got {truncate(str(extension.recipe))!r}"
             )
+        # all layers share one mask, so that they keep the same tokens: those that any of them needs
+        sinks, window = (max(each) for each in zip(*known, strict=True))
         native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
-        if native and max(native) >= sizes[1]:
+        if native and max(native) >= window:
             raise ValueError(
                 f"StreamingCache: expected a window of at least {max(native) + 1:g}, the model's own, in the recipe, "
-                f"got {sizes[1]}: the cache cannot distinguish tokens that the model's own window excludes"
+                f"got {window}: the cache cannot distinguish tokens that the model's own window excludes"
             )
         count = 1 + max(layer.index for layer in extension.layers)
-        super().__init__(layers=[StreamingLayer(*sizes) for _ in range(count)])
+        super().__init__(layers=[StreamingLayer(sinks, window) for _ in range(count)])
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the position of the next token, counted inside the cache."""

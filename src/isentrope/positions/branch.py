@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class Branch:
 
     Attributes:
         region: the pairs of queries and keys.
-        query, key: positions (batch or 1, length), one number for all, or None for no rotation.
+        query, key: positions (batch or 1, length), (batch or 1, length, groups) where they differ between groups of
+            rotary pairs, one number for all, or None for no rotation.
         slopes: (heads,), for a bias -slope · |i - j| on the score.
         far: whether these are the keys beyond the window of a method that has one.
     """
@@ -43,6 +45,7 @@ class ModelRotary:
         layout: of its pairs, "half" or "interleaved".
         kind: `rope_type` of its config; "default" is θ_m = base^{-2m/d}, d = 2 · pairs.
         base: `rope_theta` of its config.
+        parameters: all `rope_parameters` of its config.
     """
 
     model_type: str
@@ -50,6 +53,7 @@ class ModelRotary:
     layout: str = "half"
     kind: str = "default"
     base: float | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dim(self) -> int:
@@ -86,6 +90,7 @@ class Position(Part):
     rotates = False
     longest: int | None = None  # the longest supported row
     keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
+    replaces_rope_types: tuple[str, ...] = ()  # those of models' configs that change with the length and it can replace
 
     @property
     def near_window(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.parts import Part
+from isentrope.retrieve import Retrieve
 from isentrope.share import Share
 
 # the parts that a recipe's text may name; add a new method here
@@ -11,6 +12,7 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
         positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+        positions.DPE, positions.LongRoPE, positions.CoPE, positions.Resonance,
     ),
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
@@ -21,6 +23,8 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     "score": (scores.Dot, scores.Cosine),
     "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),
     "share": (Share,),
+    "retrieve": (Retrieve,),
 }  # fmt: skip
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
+LAYERS = "layers"  # begins the text of a recipe per layer

@@ -9,7 +9,7 @@ import torch
 
 from isentrope import masks
 from isentrope.parts import REQUIRED, Part
-from isentrope.recipe.kinds import PARTS
+from isentrope.recipe.kinds import LAYERS, PARTS
 from isentrope.utils.messages import format_value, suggest, truncate
 
 MAX_DEPTH = 32  # of brackets, or of masks inside masks
@@ -76,6 +76,8 @@ def part_from_dict(data: Any, defaults: dict[str, Any], depth: int = 0) -> tuple
 
 def _build_part(name: str, options: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Part]:
     """Build the part called `name`; errors for unknown names and options suggest a known one."""
+    if name == LAYERS:
+        raise ValueError("recipe: expected a recipe per layer as the whole text, got 'layers' beside or inside another")
     if name not in PARTS:
         raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
     kind, part = PARTS[name]

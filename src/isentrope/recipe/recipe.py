@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
-from isentrope.recipe.kinds import KINDS, PLAIN
+from isentrope.core.choice import BlockChoice
+from isentrope.recipe.kinds import KINDS, LAYERS, PLAIN
 from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
 from isentrope.share import Share
 from isentrope.utils.messages import format_value, suggest, truncate
@@ -29,6 +30,7 @@ class Recipe:
         temperature: τ, or a pair of them where one has keys="near" and the other keys="far".
         mask: M.
         share: b, for a position method with far keys.
+        retrieve: which of its far keys a query sees, where they are chosen.
     """
 
     score: Any = None
@@ -36,6 +38,7 @@ class Recipe:
     temperature: Any = None
     mask: Any = None
     share: Any = None
+    retrieve: Any = None
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -52,7 +55,10 @@ class Recipe:
 
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
-        parts += [] if self.share is None else [self.share]
+        parts += [part for part in (self.share, self.retrieve) if part is not None]
+        by_distance = [part for part in self.temperatures if hasattr(part, "by_distance")]
+        if self.retrieve is not None and by_distance:
+            raise ValueError(f"recipe: {by_distance[0]} cannot be joined with a choice of far keys; leave out retrieve")
         if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
@@ -69,8 +75,17 @@ class Recipe:
     @property
     def parts(self) -> tuple[Any, ...]:
         """All parts that are there."""
-        parts = (self.score, self.position, *self.temperatures, self.mask, self.share)
+        parts = (self.score, self.position, *self.temperatures, self.mask, self.share, self.retrieve)
         return tuple(part for part in parts if part is not None)
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipes of all layers: itself, unless it is a recipe per layer."""
+        return (self,)
+
+    def map_recipes(self, function: Callable[[Recipe], Recipe]) -> Recipe:
+        """Return what a function makes of the recipe, or of each where it is a recipe per layer."""
+        return function(self)
 
     @property
     def counts_unseen_keys(self) -> bool:
@@ -137,7 +152,7 @@ class Recipe:
         """
         kept = ("all", "near") if near_only else ("all",)
         laws = [law for law in self.temperatures if getattr(law, "keys", "all") in kept]
-        return replace(self, position=None, temperature=tuple(map(_apply_to_all_keys, laws)), share=None)
+        return replace(self, position=None, temperature=tuple(map(_apply_to_all_keys, laws)), share=None, retrieve=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the name and options of every part, of two temperatures as a list."""
@@ -160,6 +175,8 @@ class Recipe:
         """
         if not isinstance(data, dict):
             raise ValueError(f"Recipe.from_dict: expected a dictionary, got {format_value(data)}")
+        if LAYERS in data:
+            return _layer_recipes().from_dict(data, **defaults)
         for key in data:
             if key not in KINDS:
                 raise ValueError(f"Recipe.from_dict: unknown key {format_value(key)}{suggest(key, KINDS)}")
@@ -183,7 +200,8 @@ class Recipe:
         """Parse parts `name:option=value,…` joined by `+`; masks may be combined with `&`, `|` and brackets.
 
         Args:
-            text: the recipe, such as "rerope:window=64+infoscale:train_length=64", or "plain" for no part.
+            text: the recipe, such as "rerope:window=64+infoscale:train_length=64", "plain" for no part, or a recipe per
+                layer such as "layers:0-2=infoscale:train_length=64;3-=rerope:window=64", which gives a `LayerRecipes`.
             defaults: values of required options that the text leaves out, such as a model's train_length.
 
         Raises:
@@ -196,6 +214,8 @@ class Recipe:
         parts: dict[str, Any] = {}
         if text.strip() == PLAIN:
             return cls()
+        if text.partition(":")[0].strip() == LAYERS:
+            return _layer_recipes().parse(text, **defaults)
         for part_text in split_text(text, "+"):
             kind, part = parse_part(part_text, defaults)
             if kind == "temperature":
@@ -208,11 +228,19 @@ class Recipe:
         return cls(**parts)._fill_share(defaults)
 
 
+def _layer_recipes() -> type[Recipe]:
+    from isentrope.recipe.layers import LayerRecipes  # a subclass of what is defined here
+
+    return LayerRecipes
+
+
 def _check_part(kind: str, part: Any) -> None:
     """Check that a part is of its kind; temperatures and shares may be of any class with their method."""
     if part is None:
         return
-    bases: dict[str, type] = {"score": scores.Score, "position": positions.Position, "mask": masks.Mask}
+    bases: dict[str, type] = {
+        "score": scores.Score, "position": positions.Position, "mask": masks.Mask, "retrieve": BlockChoice,
+    }  # fmt: skip
     methods = {"temperature": ("scale", "by_entropy", "by_distance"), "share": ("bias",)}.get(kind)
     valid = any(hasattr(part, method) for method in methods) if methods else isinstance(part, bases[kind])
     if isinstance(part, type) or not valid:

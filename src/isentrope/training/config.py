@@ -175,7 +175,9 @@ def build_config(
     config = TrainingConfig(**(options | overrides))
     if cosscale is None:
         return config
-    return replace(config, recipe=f"{config.recipe}+cosine:alpha={cosscale:g}")
+    from isentrope.recipe.layers import add_parts  # reading a config needs no torch
+
+    return replace(config, recipe=add_parts(config.recipe, [f"cosine:alpha={cosscale:g}"]))
 
 
 def parse_sizes(text: str | None) -> dict[str, int] | None:

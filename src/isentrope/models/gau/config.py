@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from isentrope.positions import RoPE
-from isentrope.recipe import Recipe
+from isentrope.recipe import LayerRecipes, Recipe
+from isentrope.recipe.layers import split_layers
 from isentrope.scores import Cosine
 from isentrope.temperatures import SoftmaxPlus
 
@@ -66,6 +67,9 @@ def build_gau_recipe(recipe: dict[str, Any] | str, train_length: int, key_size: 
     if not isinstance(recipe, str):
         return Recipe.from_dict(recipe)
     parsed = Recipe.parse(recipe, train_length=train_length, heads=1, dim=key_size)
+    if isinstance(parsed, LayerRecipes):
+        pairs = split_layers(recipe)
+        return LayerRecipes((layers, build_gau_recipe(text, train_length, key_size)) for layers, text in pairs)
     parsed = replace(parsed, position=(parsed.position or RoPE()).resolve(train_length))
     data = parsed.to_dict()
     if hasattr(parsed.position, "layout") and "layout" not in recipe:

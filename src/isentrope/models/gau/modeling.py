@@ -28,7 +28,7 @@ from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.models.gau.dropout import dropout
 from isentrope.positions import CLEX
 from isentrope.pretrained import HUB_OPTIONS, saved_dtype
-from isentrope.recipe import Recipe
+from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.temperatures import SSMax
 
 
@@ -154,6 +154,8 @@ class Encoder(nn.Module):
         recipe = build_gau_recipe(config.recipe, config.max_position_embeddings, config.attention_key_size)
         config.recipe = recipe.to_dict()  # `from_pretrained(…, recipe=…)` sets its text
         layers = range(config.num_hidden_layers)
+        if isinstance(recipe, LayerRecipes):
+            recipe.check_layers(layers)
         self.layer = nn.ModuleList(GAULayer(config, copy.deepcopy(recipe).for_layer(i), i) for i in layers)
 
 

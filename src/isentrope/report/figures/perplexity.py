@@ -70,7 +70,7 @@ def draw_perplexity(results: Path) -> list[Path]:
 
 def _split_recipe(recipe: str) -> tuple[str, str]:
     """Split a recipe's text into its method and its laws: temperatures and a share law."""
-    parts = recipe.split("+")
+    parts = [recipe] if recipe.startswith("layers:") else recipe.split("+")
     laws = [part for part in parts if part.startswith((*TEMPERATURES, SHARE))]
     method = "+".join(part for part in parts if part not in laws) or "plain"
     return method, " ".join(f"+ {_shorten_law(law)}" for law in laws) or "no law"

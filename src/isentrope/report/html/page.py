@@ -10,6 +10,12 @@ from typing import Any
 
 from isentrope.report.claims import FAILS, HOLDS, NOT_MEASURED, Verdict, evaluate_claims, format_verdict
 from isentrope.report.html.chart import render_losses
+from isentrope.report.html.comparison import (
+    find_comparison_folders,
+    read_comparison_title,
+    render_comparison,
+    write_comparison,
+)
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
 from isentrope.report.html.recipes import find_recipe_folders, read_title, render_section, write_recipes
 from isentrope.report.html.summary import count_verdicts, summarize_grid
@@ -35,7 +41,7 @@ def write_report(folder: Path, cap: bool = False) -> dict[str, Any]:
     Returns:
         The paths of all files and the verdicts, ready for JSON.
     """
-    plans, recipe_folders = find_results(folder)
+    plans, recipe_folders, comparisons = find_results(folder)
     written: list[dict[str, Any]] = [
         {
             "name": plan.name,
@@ -48,13 +54,17 @@ def write_report(folder: Path, cap: bool = False) -> dict[str, Any]:
         {"name": path.name, "files": [str(file) for file in write_recipes(path)], "claims": []}
         for path in recipe_folders
     ]
+    written += [
+        {"name": path.name, "files": [str(file) for file in write_comparison(path)], "claims": []}
+        for path in comparisons
+    ]
     return {"report": str(write_page(folder, cap)), "plans": written}
 
 
-def find_results(folder: Path) -> tuple[list[PlanResults], list[Path]]:
-    """Find the plans for masked models, and the folders of those for causal ones, in a folder or its subfolders."""
-    recipe_folders = find_recipe_folders(folder)
-    return load_plans(folder, required=not recipe_folders), recipe_folders
+def find_results(folder: Path) -> tuple[list[PlanResults], list[Path], list[Path]]:
+    """Find plans for masked models, folders of those for causal ones and of comparisons, in a folder or below it."""
+    recipe_folders, comparisons = find_recipe_folders(folder), find_comparison_folders(folder)
+    return load_plans(folder, required=not recipe_folders and not comparisons), recipe_folders, comparisons
 
 
 def write_page(folder: Path, cap: bool = False) -> Path:
@@ -66,21 +76,24 @@ def write_page(folder: Path, cap: bool = False) -> Path:
     return path
 
 
-def render_page(plans: list[PlanResults], recipe_folders: list[Path], cap: bool = False) -> str:
-    """Render the page of these plans."""
+def render_page(
+    plans: list[PlanResults], recipe_folders: list[Path], comparisons: list[Path], cap: bool = False
+) -> str:
+    """Render the page of these plans and comparisons."""
     style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     heading = "Which method holds at which length"
-    titles = [plan.title for plan in plans] + [read_title(path) for path in recipe_folders]
+    causal = [(f"recipes-{i}", read_title(path)) for i, path in enumerate(recipe_folders)]
+    causal += [(f"comparison-{i}", read_comparison_title(path)) for i, path in enumerate(comparisons)]
+    titles = [plan.title for plan in plans] + [title for _, title in causal]
     title = f"{titles[0]} · isentrope" if len(titles) == 1 else heading
     grids = [grid for plan in plans for grid in plan.grids]
     sections = [_render_grid(grid, f"{_slug(grid.plan.name)}-{i}", cap) for i, grid in enumerate(grids)]
     sections += [render_section(path, f"recipes-{i}") for i, path in enumerate(recipe_folders)]
+    sections += [render_comparison(path, f"comparison-{i}") for i, path in enumerate(comparisons)]
     contents = ""
     if len(sections) > 1:
         entries = [_render_contents_entry(grid, i) for i, grid in enumerate(grids)]
-        entries += [
-            f'<li><a href="#recipes-{i}">{escape(read_title(x))}</a></li>' for i, x in enumerate(recipe_folders)
-        ]
+        entries += [f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in causal]
         contents = f'<nav aria-label="Contents"><ul>{"".join(entries)}</ul></nav>'
     opening = ""
     if len(plans) > 1:

@@ -1,0 +1,229 @@
+"""Choose the blocks of far keys that groups of queries see, and cut padded rows into calls that can choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
+from isentrope.builder import Inputs, build_call
+from isentrope.core.call import AttentionCall, RotatedBranch
+from isentrope.core.choice import ChosenBlocks, QueryGroups
+from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
+from isentrope.core.layout import get_layout
+from isentrope.core.region import Region
+from isentrope.core.rotation import rotate_and_scale
+from isentrope.recipe import Recipe, as_recipe
+
+# of groups, or queries, against all keys that they choose from
+MAX_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+
+
+def select_blocks(q: Tensor, k: Tensor, recipe: Recipe | str, *, scale: float | None = None) -> Tensor:
+    """Return which blocks of far keys the groups of queries choose, in causal attention over unpadded rows.
+
+    Args:
+        q: queries, (batch, heads, queries, d), the last at the last key.
+        k: keys before rotation, (batch, kv_heads, keys, d).
+        recipe: a `Recipe` with `Retrieve`, or its text.
+        scale: as in `attention`.
+
+    Returns:
+        Block numbers (batch, kv_heads, groups, blocks), ascending, with -1 after the last where a group has fewer:
+        block b is keys b · size … (b + 1) · size - 1. Blocks that are always seen are not among them.
+
+    Raises:
+        ValueError: the recipe chooses no keys, or cannot in such a call.
+    """
+    recipe = as_recipe(recipe).resolve()
+    if recipe.retrieve is None:
+        raise ValueError(f"recipe: expected one with retrieve, such as rerope:window=…+retrieve, got {recipe}")
+    inputs = Inputs(q, k, k, causal=True, scale=scale)
+    with autocast_disabled(q), torch.no_grad():
+        call = build_call(inputs, recipe)
+        window = recipe.position.near_window
+        groups = QueryGroups(recipe.retrieve, window, q.shape[2], k.shape[2])
+        far = _find_far(call)
+        return _choose_all(call, groups) if far is None else _choose(call, call.branches[far], groups)
+
+
+def choose_blocks(call: AttentionCall) -> AttentionCall:
+    """Return a call over unpadded rows whose far branch has its blocks chosen."""
+    choice, far = call.choice, _find_far(call)
+    if choice is None or far is None:
+        return replace(call, choice=None)
+    branch = call.branches[far]
+    groups = QueryGroups(choice, 1 - int(branch.region.spans[0].high), call.layout.queries, call.layout.keys)
+    if groups.first_choosing() == groups.count:  # everything is seen
+        return replace(call, choice=None)
+    with torch.no_grad():
+        chosen = ChosenBlocks(groups, _choose(call, branch, groups))
+    branches = [replace(b, chosen=chosen) if n == far else b for n, b in enumerate(call.branches)]
+    return replace(call, branches=branches, choice=None)
+
+
+def _find_far(call: AttentionCall) -> int | None:
+    return next((n for n, branch in enumerate(call.branches) if branch.far and branch.region.spans), None)
+
+
+def _choose_all(call: AttentionCall, groups: QueryGroups) -> Tensor:
+    """Return all blocks that groups may choose from, and -1 from the first that has too many."""
+    device, choice = call.q.device, groups.choice
+    block = choice.first_block + torch.arange(choice.blocks, device=device)
+    block = torch.where(block < groups.end_blocks(device)[:, None], block, -1)
+    return block.expand(call.k.shape[0], call.k.shape[1], -1, -1).clone()
+
+
+def _choose(call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> Tensor:
+    """Return the numbers of chosen blocks, (batch, kv_heads, groups, blocks), group by group in chunks."""
+    choice, index, start = groups.choice, _choose_all(call, groups), groups.first_choosing()
+    score: _Representatives | _Votes
+    score = _Votes(call, groups) if choice.score == "votes" else _Representatives(call, branch, groups)
+    while start < groups.count:
+        stop = min(groups.count, start + score.count_groups())
+        first, end = choice.first_block, groups.end_block(stop - 1)
+        ends = groups.end_blocks(call.q.device)[start:stop, None]
+        outside = torch.arange(first, end, device=call.q.device) >= ends
+        scores = score.compute(start, stop, slice(first * choice.size, end * choice.size), outside)
+        scores = scores.unflatten(1, (call.k.shape[1], -1)) if choice.heads == "each" else scores[:, None]
+        best = _find_largest(scores.mean(2).masked_fill(outside, -1), choice.blocks)
+        index[:, :, start:stop] = best.sort(-1).values + first
+        start = stop
+    return index
+
+
+def _find_largest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the largest scores ≥ 0 of each row; of equal ones, the first."""
+    width = scores.shape[-1]
+    # bits of floats that are not negative are ordered like them, and places make all numbers different
+    bits = scores.float().contiguous().view(torch.int32).to(torch.int64)
+    places = torch.arange(width - 1, -1, -1, device=scores.device)
+    largest: Tensor = (bits * (1 << 31) + places).topk(count, -1).indices
+    return largest
+
+
+class _Representatives:
+    """softmax over blocks of the largest product of the group's mean query with a key of the block."""
+
+    def __init__(self, call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> None:
+        folded = call.fold_branch(replace(branch, entropy_law=None))  # that is measured over chosen keys
+        size = groups.choice.queries
+        after = groups.count * size - groups.lead - groups.queries
+        q = F.pad(folded.q, (0, 0, groups.lead, after)).unflatten(2, (groups.count, size))
+        members = torch.full((groups.count, 1), size, device=q.device)
+        members[0] -= groups.lead
+        members[-1] -= after
+        dtype = factor_dtype(folded.q)
+        self.mean = (q.sum(3, dtype=accumulation_dtype(q)) / members).to(dtype)  # (batch, heads, groups, d)
+        self.keys, self.scale, self.groups = folded.k.to(dtype), call.scale, groups
+
+    def count_groups(self) -> int:
+        """Return how many groups to score at once."""
+        return _limit_rows(self.mean, self.groups.keys)
+
+    def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
+        """Return scores (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
+        kv_heads = self.keys.shape[1]
+        q = self.mean[:, :, start:stop].unflatten(1, (kv_heads, -1)).flatten(2, 3)
+        products = matmul_wide(q, self.keys[:, :, columns].mT).unflatten(-1, (-1, self.groups.choice.size))
+        best = products.amax(-1).unflatten(2, (-1, stop - start)).flatten(1, 2)
+        return torch.softmax((self.scale * best).masked_fill(outside, -inf), -1)
+
+
+class _Votes:
+    """Votes of all queries for the keys with the largest products, without rotation."""
+
+    def __init__(self, call: AttentionCall, groups: QueryGroups) -> None:
+        self.q, self.k = (rotate_and_scale(x, None, None, call.normalise, False) for x in (call.q, call.k))
+        self.q, self.k = self.q.to(factor_dtype(call.q)), self.k.to(factor_dtype(call.q))
+        self.groups = groups
+
+    def count_groups(self) -> int:
+        """Return how many groups to score at once."""
+        return max(1, _limit_rows(self.q, self.groups.keys) // self.groups.choice.queries)
+
+    def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
+        """Return votes (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
+        groups, choice = self.groups, self.groups.choice
+        first = max(0, start * choice.queries - groups.lead)
+        last = min(groups.queries, stop * choice.queries - groups.lead)
+        q = self.q[:, :, first:last].unflatten(1, (self.k.shape[1], -1))
+        products = matmul_wide(q.flatten(2, 3), self.k[:, :, columns].mT)
+        products = products.unflatten(2, q.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
+        group = (torch.arange(first, last, device=q.device) + groups.lead) // choice.queries - start
+        hidden = outside[group].repeat_interleave(choice.size, -1)
+        votes = products.masked_fill(hidden, -inf).topk(min(choice.votes, products.shape[-1]), -1).indices
+        blocks = outside.shape[1]
+        target = (group[:, None] * blocks + votes // choice.size).flatten(2)
+        count = torch.zeros(*target.shape[:2], (stop - start) * blocks, device=q.device)
+        return count.scatter_add_(2, target, torch.ones_like(target, dtype=count.dtype)).unflatten(2, (-1, blocks))
+
+
+def _limit_rows(x: Tensor, keys: int) -> int:
+    """Return how many rows of x (batch, heads, rows, d) to multiply with all keys at once."""
+    limit = MAX_CHUNK_SCORES.get(x.device.type, 1 << 22)
+    return max(1, limit // (x.shape[0] * x.shape[1] * keys))
+
+
+class FrameCall(NamedTuple):
+    """A call for the queries of one row, or of one document, against its keys alone."""
+
+    row: int
+    queries: slice
+    call: AttentionCall
+
+
+def split_frames(call: AttentionCall) -> Iterator[FrameCall]:
+    """Yield one call over an unpadded row for each padded row or packed document; padded queries are in none.
+
+    Raises:
+        ValueError: a cache has dropped keys.
+    """
+    layout, shape = call.layout, (call.q.shape[0], call.q.shape[2])
+    low, high, slot, origin = (
+        x.expand(shape).cpu() for x in (layout.frame_low, layout.frame_high, layout.own_slot, layout.origin)
+    )
+    inside = (slot >= low) & (slot < high)
+    if bool((inside & (origin != low)).any()):
+        raise ValueError(
+            "retrieve: expected all keys of a row, got a cache that drops some; generate with another cache"
+        )
+    for row, frames in enumerate(torch.where(inside, low, -1)):
+        first = 0
+        for begin, count in zip(*(x.tolist() for x in frames.unique_consecutive(return_counts=True)), strict=True):
+            if begin >= 0:
+                queries = slice(first, first + count)
+                keys = slice(begin, int(slot[row, first + count - 1]) + 1)
+                yield FrameCall(row, queries, _take_frame(call, row, queries, keys))
+            first += count
+
+
+def _take_frame(call: AttentionCall, row: int, queries: slice, keys: slice) -> AttentionCall:
+    q, k, v = (x[row : row + 1, :, part] for x, part in ((call.q, queries), (call.k, keys), (call.v, keys)))
+    layout = get_layout(1, q.shape[2], k.shape[2], q.device)
+    branches = []
+    for branch in call.branches:
+        region = layout.simplify(branch.region)
+        if region.spans:
+            query_angles = _take(branch.query_angles, row, queries)
+            key_angles = _take(branch.key_angles, row, keys)
+            tau, offset = (None if x is None else _take((x,), row, queries)[0] for x in (branch.tau, branch.offset))
+            branches.append(
+                replace(branch, region=region, query_angles=query_angles, key_angles=key_angles, tau=tau, offset=offset)
+            )
+    branches = branches or [replace(call.branches[0], region=Region(()))]
+    return replace(call, q=q, k=k, v=v, layout=layout, branches=branches)
+
+
+def _take(tensors: Sequence[Tensor] | None, row: int, part: slice) -> Any:
+    """Return a row and a part of tensors (batch or 1, …, length or 1 in the third place)."""
+    if tensors is None:
+        return None
+    rows = (x if x.shape[0] == 1 else x[row : row + 1] for x in tensors)
+    return tuple(x if x.shape[2] == 1 else x[:, :, part] for x in rows)

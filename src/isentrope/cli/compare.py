@@ -1,0 +1,55 @@
+"""`isentrope compare`: many recipes on one causal model, on several kinds of text, as a leaderboard."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
+from isentrope.cli.output import print_paths, print_progress
+from isentrope.cli.plans import print_comparison
+
+
+@app.command()
+@errors_in_one_line()
+def compare(
+    plan: Annotated[Path, typer.Argument(help="A YAML file; docs/results/frontier has some.")],
+    model: Annotated[str, typer.Option(help="A causal model: a folder, or a name on the hub.")],
+    texts: Annotated[Path, typer.Option(help="The folder of the plan's texts.")] = Path("texts"),
+    out: Annotated[Path, typer.Option(help="Folder for the results; plans share it.")] = Path("results/compare"),
+    seconds: Annotated[float, typer.Option(min=0, help="Stop before so many have passed; run again to resume.")] = (
+        math.inf
+    ),
+    only: Annotated[str | None, typer.Option(help="perplexity or retrieval; both by default.")] = None,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of text, separated by commas; all by default.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Leave out recipes with this in their text. Repeat for several.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that prepare prompts meanwhile.")] = 4,
+) -> None:
+    """Compare recipes on one causal model: perplexity by position, retrieval by filler, time and memory.
+
+    Breadth first: every recipe on one document of each kind, then on the next. What the folder has is kept.
+
+    isentrope compare docs/results/frontier/smollm2-32k.yaml --model SmolLM2-135M-Instruct --texts texts --seconds 150
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are forked
+    from isentrope.experiments.comparison_plan import PARTS, load_comparison
+    from isentrope.experiments.comparison_runner import run_comparison
+    from isentrope.report.html.comparison import write_comparison
+    from isentrope.report.html.page import write_page
+
+    if only not in (None, *PARTS):
+        raise ValueError(f"only: expected {' or '.join(PARTS)}, got {only!r}")
+    narrowed = load_comparison(plan).select(only, kinds.split(",") if kinds else (), without or ())
+    disable_progress_bars()
+    complete = run_comparison(narrowed, model, texts, out, seconds, workers, print_progress)
+    folder = out / narrowed.name
+    written = write_comparison(folder)
+    print_comparison(folder)
+    print_paths([*written, write_page(folder)])
+    raise typer.Exit(0 if complete or seconds < math.inf else 1)

@@ -1,0 +1,287 @@
+"""Compare recipes by two numbers at once: perplexity past the training length, and what is found in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import exp
+from pathlib import Path
+from typing import Any, TypedDict
+
+from isentrope.evaluation.metrics import perplexity, wilson_interval
+from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, ModelRecord, read_results
+from isentrope.utils.files import RERUN_REMEDY, read_fields
+
+COMPARISON_FILE = "comparison.json"
+FILLER_SUFFIX = "-filler"  # of the folders of retrieval, one for each kind of filler
+PLAIN = "plain"
+
+
+class Retrieved(TypedDict):
+    """Answers found of those asked for, and a 95 % interval of their share."""
+
+    hits: int
+    count: int
+    share: float
+    low: float
+    high: float
+
+
+class ComparedRecipe(TypedDict):
+    """A recipe's numbers; None and missing kinds are not measured.
+
+    perplexity: by kind of text, in every bucket. ratio: of perplexity in the last bucket to the plain model's in the
+    last one inside its training length, the geometric mean over kinds. inside: change of perplexity inside the
+    training length in per cent, the same. fillers: answers at the longest length, by kind of filler; retrieved: in
+    all of them. seconds, peak_bytes: of a forward pass of the longest length, the fastest of `passes`; time, memory:
+    the same relative to the plain model. front: no other recipe is better in ratio and retrieved.
+    """
+
+    number: int
+    recipe: str
+    forgets: bool
+    front: bool
+    perplexity: dict[str, list[float]]
+    ratio: float | None
+    inside: float | None
+    inside_by_kind: dict[str, float]
+    fillers: dict[str, Retrieved]
+    tasks: dict[str, Retrieved]
+    retrieved: Retrieved | None
+    seconds: float | None
+    peak_bytes: int | None
+    passes: int
+    time: float | None
+    memory: float | None
+
+
+class Ceiling(TypedDict):
+    """The plain model inside its training length: perplexity in its last bucket there, answers found at `length`."""
+
+    length: int | None
+    perplexity: dict[str, float]
+    fillers: dict[str, Retrieved]
+    retrieved: Retrieved | None
+
+
+class ComparisonBoard(TypedDict):
+    """Recipes on one model, best first. texts, cells: documents and places that every recipe was measured on."""
+
+    title: str
+    model: ModelRecord
+    train_length: int | None
+    edges: list[int]
+    texts: dict[str, int]
+    length: int | None
+    cells: dict[str, int]
+    ceiling: Ceiling
+    rows: list[ComparedRecipe]
+    left_out: dict[str, str]
+    run: dict[str, Any] | None
+
+
+def build_board(folder: Path) -> ComparisonBoard:
+    """Build the leaderboard of a folder that `isentrope compare` wrote.
+
+    Recipes are compared on the documents, and on the places of a filler, that all of them were measured on. An overall
+    number needs every kind that has results.
+
+    Args:
+        folder: holds comparison.json, KIND/perplexity.json and KIND-filler/retrieval.json.
+
+    Raises:
+        ValueError: a file is broken, or there are no results.
+    """
+    plan = read_fields(folder / COMPARISON_FILE, RERUN_REMEDY, "title", "recipes", "forgetful")
+    files = {path.parent.name: _read(path, "texts") for path in sorted(folder.glob(f"*/{PERPLEXITY.file}"))}
+    retrieval = {
+        path.parent.name.removesuffix(FILLER_SUFFIX): _read(path) for path in sorted(folder.glob(f"*/{RETRIEVAL.file}"))
+    }
+    kinds = {kind: KindLosses(data) for kind, data in files.items() if data["cells"]}
+    length = max(
+        (n for data in retrieval.values() for n in data["config"]["lengths"] if _is_compared(data, n)), default=None
+    )
+    fillers = {kind: _select_answers(data, length) for kind, data in retrieval.items()}
+    fillers = {kind: answers for kind, answers in fillers.items() if answers}
+    sources = [*files.values(), *retrieval.values()]
+    if not kinds and not fillers:
+        raise ValueError(f"{folder}: expected results of isentrope compare, got none; run the plan")
+    measured: list[Mapping[str, Any]] = [*(kind.losses for kind in kinds.values()), *fillers.values()]
+    recipes = [recipe for recipe in plan["recipes"] if any(recipe in group for group in measured)]
+    rows = [_build_row(recipe, recipe in plan["forgetful"], kinds, fillers) for recipe in recipes]
+    _compare_costs(rows)
+    mark_front(rows)
+    rows.sort(key=_rank)
+    for number, row in enumerate(rows, 1):
+        row["number"] = number
+    first = next(iter(kinds.values()), None)
+    return {
+        "title": plan["title"],
+        "model": sources[0]["model"],
+        "train_length": first.train_length if first else None,
+        "edges": first.edges if first else [],
+        "texts": {kind: len(losses.texts) for kind, losses in kinds.items()},
+        "length": length,
+        "cells": {kind: len(next(iter(answers.values()))) for kind, answers in fillers.items()},
+        "ceiling": _build_ceiling(plan.get("ceiling"), kinds, retrieval),
+        "rows": rows,
+        "left_out": plan.get("left_out") or {},
+        "run": sources[-1].get("run"),
+    }
+
+
+def _read(path: Path, *needed: str) -> dict[str, Any]:
+    return read_results(path, RERUN_REMEDY, "model", "config", "cells", *needed)
+
+
+class KindLosses:
+    """Mean losses of one kind of text, by recipe and document, and what passes cost.
+
+    Args:
+        data: the content of `perplexity.json`.
+    """
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.edges: list[int] = data["config"]["edges"]
+        self.train_length: int | None = data.get("train_length")
+        self.counts = [b - max(a, 1) for a, b in pairwise(self.edges)]
+        self.inside = [i for i, edge in enumerate(self.edges[1:]) if edge <= (self.train_length or 0)]
+        self.cells: dict[str, list[dict[str, Any]]] = {}
+        self.losses: dict[str, dict[str, list[float]]] = {}
+        for cell in data["cells"]:
+            means = [loss / count for loss, count in zip(cell["loss"], self.counts, strict=True)]
+            self.losses.setdefault(cell["recipe"], {})[cell["text"]] = means
+            self.cells.setdefault(cell["recipe"], []).append(cell)
+        common = set.intersection(*(set(texts) for texts in self.losses.values()))
+        self.texts = [text for text in next(iter(self.losses.values())) if text in common]
+
+    def mean(self, recipe: str, bucket: int) -> float | None:
+        """Compute the mean loss of a recipe in a bucket over the documents that all recipes have."""
+        if recipe not in self.losses or not self.texts:
+            return None
+        return sum(self.losses[recipe][text][bucket] for text in self.texts) / len(self.texts)
+
+    def log_ratio(self, recipe: str) -> float | None:
+        """Compute ln of a recipe's perplexity in the last bucket over the plain model's in the last one inside."""
+        own = self.mean(PLAIN, self.inside[-1]) if self.inside else None
+        last = self.mean(recipe, -1)
+        return None if own is None or last is None else last - own
+
+    def log_change(self, recipe: str) -> float | None:
+        """Compute ln of a recipe's perplexity inside the training length over the plain model's there."""
+        pairs = [(self.mean(recipe, i), self.mean(PLAIN, i), self.counts[i]) for i in self.inside]
+        changes = [(a - b) * count for a, b, count in pairs if a is not None and b is not None]
+        return sum(changes) / sum(count for *_, count in pairs) if pairs and len(changes) == len(pairs) else None
+
+
+Answers = dict[str, dict[tuple[Any, ...], dict[str, Any]]]  # cells by recipe, then task, length and depth
+
+
+def _is_compared(data: dict[str, Any], length: int) -> bool:
+    """Whether recipes were asked at a length, not the plain model alone: that is the ceiling."""
+    return any(cell["length"] == length and cell["recipe"] != PLAIN for cell in data["cells"])
+
+
+def _select_answers(data: dict[str, Any], length: int | None) -> Answers:
+    """Select the measured cells of a length that all recipes have."""
+    answers: Answers = {}
+    for cell in data["cells"]:
+        if cell["length"] == length and cell.get("failed") is None:
+            key = tuple(cell.get(name) for name in RETRIEVAL.cell_key[1:])
+            answers.setdefault(cell["recipe"], {})[key] = cell
+    common = set.intersection(*(set(cells) for cells in answers.values())) if answers else set()
+    return {recipe: {key: cells[key] for key in cells if key in common} for recipe, cells in answers.items() if common}
+
+
+def count_retrieved(cells: Iterable[dict[str, Any]]) -> Retrieved | None:
+    """Count the examples whose answer greedy decoding would give word for word; None where there are none."""
+    examples = [example for cell in cells for example in cell["examples"]]
+    if not examples:
+        return None
+    hits = sum(example["likeliest"] == example["answer"] for example in examples)
+    low, high = wilson_interval(hits, len(examples))
+    return {"hits": hits, "count": len(examples), "share": hits / len(examples), "low": low, "high": high}
+
+
+def _build_row(
+    recipe: str, is_forgetful: bool, kinds: dict[str, KindLosses], fillers: dict[str, Answers]
+) -> ComparedRecipe:
+    ratios = [kind.log_ratio(recipe) for kind in kinds.values()]
+    changes = {name: kind.log_change(recipe) for name, kind in kinds.items()}
+    changes = dict.fromkeys(changes) if recipe == PLAIN else changes
+    by_filler = {name: list(answers[recipe].values()) for name, answers in fillers.items() if recipe in answers}
+    passes = [cell for kind in kinds.values() for cell in kind.cells.get(recipe, [])]
+    peaks = [cell["peak_bytes"] for cell in passes if cell.get("peak_bytes") is not None]
+    everything = [cell for cells in by_filler.values() for cell in cells]
+    tasks = list(dict.fromkeys(cell["task"] for cell in everything))
+    return {
+        "number": 0,
+        "recipe": recipe,
+        "forgets": is_forgetful,
+        "front": False,
+        "perplexity": {
+            name: [perplexity(kind.mean(recipe, i) or 0.0) for i in range(len(kind.counts))]
+            for name, kind in kinds.items()
+            if recipe in kind.losses and kind.texts
+        },
+        "ratio": _exp_mean(ratios),
+        "inside": None if (change := _exp_mean(changes.values())) is None else 100 * (change - 1),
+        "inside_by_kind": {name: 100 * (exp(x) - 1) for name, x in changes.items() if x is not None},
+        "fillers": {name: answers for name, cells in by_filler.items() if (answers := count_retrieved(cells))},
+        "tasks": {t: answers for t in tasks if (answers := count_retrieved(c for c in everything if c["task"] == t))},
+        "retrieved": count_retrieved(everything) if len(by_filler) == len(fillers) else None,
+        "seconds": min((cell["seconds"] for cell in passes), default=None),
+        "peak_bytes": max(peaks, default=None),
+        "passes": len(passes),
+        "time": None,
+        "memory": None,
+    }
+
+
+def _exp_mean(logs: Iterable[float | None]) -> float | None:
+    """exp of the mean; None where a number is missing or there are none."""
+    values = list(logs)
+    numbers = [x for x in values if x is not None]
+    return perplexity(sum(numbers) / len(numbers)) if numbers and len(numbers) == len(values) else None
+
+
+def _compare_costs(rows: Sequence[ComparedRecipe]) -> None:
+    plain = next((row for row in rows if row["recipe"] == PLAIN), None)
+    for row in rows:
+        if plain and plain["seconds"] and row["seconds"]:
+            row["time"] = row["seconds"] / plain["seconds"]
+        if plain and plain["peak_bytes"] and row["peak_bytes"]:
+            row["memory"] = row["peak_bytes"] / plain["peak_bytes"]
+
+
+def mark_front(rows: Sequence[ComparedRecipe]) -> None:
+    """Mark the recipes that none beats in both perplexity and answers found."""
+    points = [
+        (row["ratio"], row["retrieved"]["share"], row) for row in rows if row["ratio"] is not None and row["retrieved"]
+    ]
+    for ratio, share, row in points:
+        row["front"] = not any(
+            other_ratio <= ratio and other_share >= share and (other_ratio, other_share) != (ratio, share)
+            for other_ratio, other_share, _ in points
+        )
+
+
+def _rank(row: ComparedRecipe) -> tuple[float, float]:
+    """Rank by answers found, then by perplexity; what lacks a number comes after what has it."""
+    share = row["retrieved"]["share"] if row["retrieved"] else -1.0
+    return -share, row["ratio"] if row["ratio"] is not None else float("inf")
+
+
+def _build_ceiling(length: int | None, kinds: dict[str, KindLosses], retrieval: dict[str, dict[str, Any]]) -> Ceiling:
+    fillers: dict[str, list[dict[str, Any]]] = {}
+    for name, data in retrieval.items():
+        cells = [c for c in data["cells"] if (c["recipe"], c["length"]) == (PLAIN, length) and c.get("failed") is None]
+        if cells:
+            fillers[name] = cells
+    own = {name: kind.mean(PLAIN, kind.inside[-1]) for name, kind in kinds.items() if kind.inside}
+    return {
+        "length": length,
+        "perplexity": {name: perplexity(loss) for name, loss in own.items() if loss is not None},
+        "fillers": {name: answers for name, cells in fillers.items() if (answers := count_retrieved(cells))},
+        "retrieved": count_retrieved(cell for cells in fillers.values() for cell in cells),
+    }

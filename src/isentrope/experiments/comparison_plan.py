@@ -1,0 +1,187 @@
+"""Plans that compare many recipes on one causal model, on several kinds of text and of filler.
+
+A plan names neither the model nor where the texts are, so that one file serves every copy of a model:
+
+    title: A model at four times its training length of 8192 tokens
+    dtype: bfloat16                                   # the model's own by default
+    perplexity:
+      edges: [0, 4096, 8192, 16384, 32768]
+      documents: 3                                    # of each kind, at most
+      texts: {novels: novels.jsonl}                   # kind: file in the folder of texts
+    retrieval:
+      tasks: [passkey]
+      lengths: [32768]
+      ceiling: 8192                                   # also ask the plain model here, inside its training length
+      depths: [0, 50, 100]
+      examples: 2                                     # of each task, length and depth
+      texts: {novels: novels-filler.jsonl, repetitive: null}     # null: plain sentences, repeated
+      recipes: [plain, "rerope:window=4096"]          # where not all of the plan's are wanted
+    recipes: [plain, "rerope:window=4096", …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isentrope.evaluation.retrieval import Cell, RetrievalConfig
+from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
+
+PLAN_KEYS = ("title", "dtype", "perplexity", "retrieval", "recipes")
+PERPLEXITY_KEYS = ("edges", "documents", "texts")
+RETRIEVAL_KEYS = ("tasks", "lengths", "ceiling", "depths", "examples", "texts", "recipes")
+PARTS = ("perplexity", "retrieval")
+DEPTH_ORDER = (50, 0, 25, 75, 100)  # the middle of a text is the hardest, so that it is asked about first
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class PerplexityPart:
+    """Documents to read.
+
+    Args:
+        edges: Of the buckets of positions.
+        documents: Of each kind, at most.
+        texts: File names by kind of text.
+    """
+
+    edges: tuple[int, ...]
+    documents: int
+    texts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RetrievalPart:
+    """Questions to ask.
+
+    Args:
+        config: Tasks, lengths, depths and examples; its recipes are not used.
+        texts: File names by kind of filler; None for plain sentences.
+        ceiling: Length inside the training length at which the plain model is asked the same, if at all.
+        recipes: Those to ask under; None for all of the plan's.
+    """
+
+    config: RetrievalConfig
+    texts: dict[str, str | None]
+    ceiling: int | None
+    recipes: tuple[str, ...] | None
+
+    def configure(self, cell: Cell, recipes: tuple[str, ...]) -> RetrievalConfig:
+        """Build the configuration that measures one cell under some recipes."""
+        task, length, depth = cell[:3]
+        depths = self.config.depths if depth is None else (depth,)
+        return replace(self.config, recipes=recipes, tasks=(task,), lengths=(length,), depths=depths)
+
+    def cells(self) -> list[Cell]:
+        """List tasks, lengths and depths: the middle of the text first, then the ceiling before the longest."""
+        order: dict[float, int] = {depth: index for index, depth in enumerate(DEPTH_ORDER)}
+        lengths = self.config.lengths if self.ceiling is None else (*self.config.lengths, self.ceiling)
+        cells = replace(self.config, lengths=tuple(dict.fromkeys(lengths))).cells
+        return sorted(cells, key=lambda cell: (order.get(cell[2] or 0, len(order)), cell[1] != self.ceiling, -cell[1]))
+
+    def select_recipes(self, cell: Cell, recipes: tuple[str, ...]) -> tuple[str, ...]:
+        """Select the recipes of a cell: the plain model alone where only the ceiling is asked."""
+        if cell[1] not in self.config.lengths:
+            return (PLAIN,)
+        return tuple(recipe for recipe in recipes if self.recipes is None or recipe in self.recipes)
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """A comparison of recipes on one causal model.
+
+    Args:
+        name: Of the plan, and of its folder of results.
+        title: Of the leaderboard.
+        recipes: Texts of recipes, unchecked: a build may not know some of them yet.
+        perplexity: Documents to read; None for none.
+        retrieval: Questions to ask; None for none.
+        dtype: Of the model; auto is bfloat16 on a GPU and float32 on a CPU.
+    """
+
+    name: str
+    title: str
+    recipes: tuple[str, ...]
+    perplexity: PerplexityPart | None
+    retrieval: RetrievalPart | None
+    dtype: str = "auto"
+
+    def select(
+        self, only: str | None = None, kinds: Collection[str] = (), without: Collection[str] = ()
+    ) -> ComparisonPlan:
+        """Narrow a plan.
+
+        Args:
+            only: `perplexity` or `retrieval`; None for both.
+            kinds: Kinds of text and of filler; all if empty.
+            without: Leave out recipes with one of these in their text.
+
+        Returns:
+            The narrower plan.
+
+        Raises:
+            ValueError: Nothing is left.
+        """
+        parts: dict[str, Any] = {}
+        for name in PARTS:
+            part: Any = getattr(self, name) if only in (None, name) else None
+            texts = {k: v for k, v in part.texts.items() if not kinds or k in kinds} if part else {}
+            parts[name] = replace(part, texts=texts) if texts else None
+        recipes = tuple(recipe for recipe in self.recipes if not any(text in recipe for text in without))
+        if not recipes or parts == dict.fromkeys(PARTS):
+            raise ValueError(f"plan {self.name}: nothing is left to measure; choose other parts, kinds or recipes")
+        return replace(self, recipes=recipes, **parts)
+
+
+def load_comparison(path: Path) -> ComparisonPlan:
+    """Load a plan from a YAML file.
+
+    Raises:
+        ValueError: There is no such file, or it has an unknown key or a wrong value.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file with a plan")
+    where = f"plan {path.stem}"
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: expected YAML, got {error}") from None
+    check_keys(where, data, PLAN_KEYS, ("recipes",))
+    recipes = check_list(where, data, "recipes", str)
+    if not recipes or len(set(recipes)) != len(recipes):
+        raise ValueError(f"{where}: recipes: expected one or more, each once, got {list(recipes)}")
+    perplexity = _parse_perplexity(where, data.get("perplexity"))
+    retrieval = _parse_retrieval(where, data.get("retrieval"), recipes)
+    if perplexity is None and retrieval is None:
+        raise ValueError(f"{where}: expected perplexity, retrieval or both, got neither")
+    title, dtype = str(data.get("title", path.stem)), str(data.get("dtype", "auto"))
+    return ComparisonPlan(path.stem, title, recipes, perplexity, retrieval, dtype)
+
+
+def _parse_perplexity(where: str, data: Any) -> PerplexityPart | None:
+    if data is None:
+        return None
+    where = f"{where}: perplexity"
+    check_keys(where, data, PERPLEXITY_KEYS, PERPLEXITY_KEYS)
+    check_keys(f"{where}: texts", data["texts"], data["texts"])
+    return PerplexityPart(check_list(where, data, "edges", int), check_whole(where, data, "documents"), data["texts"])
+
+
+def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> RetrievalPart | None:
+    if data is None:
+        return None
+    where = f"{where}: retrieval"
+    check_keys(where, data, RETRIEVAL_KEYS, ("tasks", "lengths", "depths", "examples", "texts"))
+    check_keys(f"{where}: texts", data["texts"], data["texts"])
+    kinds = {"tasks": str, "lengths": int, "depths": float}
+    lists: dict[str, Any] = {key: check_list(where, data, key, kind) for key, kind in kinds.items()}
+    config = RetrievalConfig((PLAIN,), **lists, examples=check_whole(where, data, "examples"), score="forced")
+    chosen = check_list(where, data, "recipes", str) if "recipes" in data else None
+    if others := [recipe for recipe in chosen or () if recipe not in recipes]:
+        raise ValueError(f"{where}: recipes: expected some of the plan's, got {others[0]!r}")
+    ceiling = check_whole(where, data, "ceiling") if "ceiling" in data else None
+    return RetrievalPart(config, data["texts"], ceiling, chosen)

@@ -1,0 +1,141 @@
+"""Comparisons of many recipes on one causal model: plan, runner, and the command that writes the leaderboard."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from isentrope.cli import app
+from isentrope.experiments import comparison_runner
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.experiments.comparison_plan import load_comparison
+from isentrope.experiments.comparison_runner import run_comparison
+from tests.fixtures.commands import assert_one_line
+
+LLAMA = str(SHIPPED_MODELS / "llama")
+PLAN = """
+title: A small one
+dtype: float32
+perplexity:
+  edges: [0, 32, 64, 96]
+  documents: 2
+  texts: {modules: modules.jsonl, notes: notes.jsonl}
+retrieval:
+  tasks: [passkey]
+  lengths: [440]
+  ceiling: 430
+  depths: [50]
+  examples: 1
+  texts: {modules: modules.jsonl, repetitive: null}
+  recipes: ["rerope:window=16", "notknown:size=4"]
+recipes: [plain, "rerope:window=16", "notknown:size=4", "window:size=32"]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("comparison")
+    texts = [f"def {name}(x):\n    return x + 1  # and so on\n\n\n" * 20 for name in "abc"]
+    (folder / "modules.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
+    (folder / "notes.jsonl").write_text(json.dumps({"text": texts[2]}))
+    (folder / "small.yaml").write_text(PLAN)
+    return folder
+
+
+def invoke(folder, *more):
+    command = ["compare", str(folder / "small.yaml"), "--model", LLAMA, "--texts", str(folder), "--workers", "0"]
+    return CliRunner().invoke(app, [*command, "--out", str(folder / "out"), *more])
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return invoke(folder)
+
+
+def test_a_comparison_from_the_command_line(folder, run):
+    assert run.exit_code == 0, run.output
+    assert re.search(r"LEFT OUT notknown:size=4: recipe: unknown part 'notknown'.*\n", run.output)
+    assert "complete" in run.output.splitlines()[-1] or "complete\n" in run.stderr
+    out = folder / "out" / "small"
+    board = json.loads((out / "leaderboard.json").read_text())
+    rows = {row["recipe"]: row for row in board["rows"]}
+    assert set(rows) == {"plain", "rerope:window=16", "window:size=32"} and board["train_length"] == 256
+    assert board["texts"] == {"modules": 2, "notes": 1} and board["cells"] == {"modules": 1, "repetitive": 1}
+    assert board["length"] == 440 and board["ceiling"]["length"] == 430
+    assert board["ceiling"]["retrieved"]["count"] == 2 and rows["plain"]["retrieved"] is None
+    assert rows["rerope:window=16"]["retrieved"]["count"] == 2 and rows["rerope:window=16"]["front"]
+    assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3 and rows["plain"]["inside"] is None
+    assert rows["window:size=32"]["forgets"] and rows["rerope:window=16"]["inside"] != 0
+    assert "notknown:size=4" in board["left_out"]
+    for name in ("leaderboard.md", "frontier.png", "frontier.svg", "report.html"):
+        assert (out / name).stat().st_size
+    page = (out / "report.html").read_text()
+    assert "notknown" in page and "430" in page and page.count("<tfoot>") == 1
+
+
+def test_what_is_measured_is_kept(folder, run, monkeypatch):
+    def fail(*given):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(comparison_runner, "measure_perplexity", fail)
+    monkeypatch.setattr(comparison_runner, "measure_retrieval", fail)
+    lines = []
+    plan = load_comparison(folder / "small.yaml")
+    assert run_comparison(plan, LLAMA, folder, folder / "out", notify=lines.append)
+    assert "complete" in lines[-1] and not any("FAILED" in line for line in lines)
+
+
+def test_breadth_comes_first_and_the_time_is_kept(folder, tmp_path):
+    plan = load_comparison(folder / "small.yaml").select("perplexity", without=["rerope", "notknown"])
+    lines = []
+    assert not run_comparison(plan, LLAMA, folder, tmp_path, seconds=0, notify=lines.append)
+    assert "run again to resume" in lines[-1] and not (tmp_path / "small" / "modules").exists()
+    lines.clear()
+    assert run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append)
+    order = [line.split("s  ", 1)[1].split(":")[0] for line in lines[1:-1]]
+    firsts = ["modules 1 plain", "modules 1 window", "notes 1 plain", "notes 1 window"]
+    assert order == [*firsts, "modules 2 plain", "modules 2 window"]
+
+
+def test_a_recipe_that_fails_does_not_end_the_others(folder, tmp_path, monkeypatch):
+    measure = comparison_runner.measure_perplexity
+
+    def fail_for_windows(model, name, texts, config, out):
+        if "window:size=32" in config.recipes:
+            raise TypeError("no such\nthing")
+        return measure(model, name, texts, config, out)
+
+    monkeypatch.setattr(comparison_runner, "measure_perplexity", fail_for_windows)
+    plan = load_comparison(folder / "small.yaml").select("perplexity")
+    lines = []
+    assert not run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append)
+    assert sum("TypeError: no such thing" in line for line in lines) >= 1
+    assert sum("not tried again" in line for line in lines) == 1 and "failures above" in lines[-1]
+    assert sum("rerope:window=16: " in line and "FAILED" not in line for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("title:", "titel:", "unknown key 'titel'"),
+        ("documents: 2", "documents: two", "documents"),
+        ("ceiling:", "celing:", "unknown key 'celing'"),
+        ("[passkey]", "[passkee]", "passkee"),
+        ('recipes: ["rerope:window=16", "notknown:size=4"]', 'recipes: ["rerope:window=8"]', "some of the plan's"),
+        ('"notknown:size=4", "window', 'plain, "window', "each once"),
+    ],
+)
+def test_mistakes_in_a_plan(tmp_path, before, after, words):
+    path = tmp_path / "small.yaml"
+    assert before in PLAN
+    path.write_text(PLAN.replace(before, after, 1))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_comparison(path)
+
+
+def test_mistakes_end_in_one_line(folder):
+    assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity or retrieval")
+    assert_one_line(invoke(folder, "--kinds", "poems"), "nothing is left to measure")

@@ -1,0 +1,68 @@
+"""Models whose far keys are chosen: prefill, chunks, generation, padding, saving."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import isentrope as ise
+from tests.fixtures.generation import extended, greedy, in_chunks, padded, rows_of, whole
+from tests.fixtures.models import llama, tokens
+
+LENGTH = 48
+TEXT = "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries={queries}"
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("score", ["representative", "votes"])
+def test_chunks_and_decoding_agree_with_prefill(score):
+    model = extended(TEXT.format(queries=1) + f",score={score}")
+    ids = tokens(1, LENGTH)
+    expected = whole(model, ids)
+    for sizes in ([1] * LENGTH, [20, 7, 21], [40, *[1] * 8]):
+        close(in_chunks(model, ids, sizes), expected)
+    assert not torch.allclose(expected, whole(extended("rerope:window=8"), ids), atol=1e-3)
+
+
+def test_short_rows_are_as_without():
+    ids = tokens(2, 15)
+    assert torch.equal(whole(extended(TEXT.format(queries=4)), ids), whole(extended("rerope:window=8"), ids))
+
+
+def test_padded_rows_generate_as_alone():
+    model = extended(TEXT.format(queries=8))
+    rows = rows_of(LENGTH, 31)
+    ids, mask, _ = padded(rows, "left")
+    together = greedy(model, ids, new=6, attention_mask=mask)
+    for row, own in zip(together, rows, strict=True):
+        assert torch.equal(row[-6:], greedy(model, own[None], new=6)[0, -6:])
+
+
+def test_description_and_saving(tmp_path):
+    model = extended(TEXT.format(queries=8) + "+share:beta=0.5,reference=4")
+    page = str(ise.describe(model))
+    assert "retrieve  2 blocks of 4 far keys by representative, the first 4 keys and a window of 8" in page
+    model.save_pretrained(tmp_path)
+    loaded = ise.load(tmp_path)
+    ids = tokens(1, LENGTH)
+    assert torch.equal(whole(loaded, ids), whole(model, ids))
+    assert str(ise.Recipe.from_dict(ise.Recipe.parse(TEXT.format(queries=8)).to_dict())) == TEXT.format(queries=8)
+
+
+def test_gradients_reach_all_weights():
+    model = ise.extend(llama(), TEXT.format(queries=4))
+    model.train()
+    ids = tokens(1, LENGTH)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_compiled_graphs_are_refused():
+    model = extended(TEXT.format(queries=4))
+    ids = tokens(1, LENGTH)
+    compiled = torch.compile(lambda x: model(x).logits, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(Exception, match="keys cannot be chosen in a compiled graph"):
+        compiled(ids)
