@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from inputs import PLAIN, Inputs
 from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, times, upper_half
-from methods import ALIBI, Method, branched, folded, million, windowed, with_far_law
+from methods import ALIBI, Method, branched, chunked, folded, million, windowed, with_far_law
 
 import isentrope as ise
 from isentrope.core.caching import clear_caches
@@ -43,6 +43,7 @@ def attention(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     planned = [(methods[name], every, 1.02) for name in ("InfoScale", "PI", "YaRN")]
     planned.append((methods["CosScale"], (size.short, size.middle), 1.05))
     planned += [(m, (size.middle, size.long), 1.12) for window in size.windows for m in branched(window)]
+    planned += [(m, (size.middle, size.long), 1.12) for m in chunked(size.windows[-1])]
     planned.append((ALIBI, (size.middle, size.long), None))
     for n in every:
         for method, lengths, target in planned:
@@ -119,7 +120,8 @@ def _share(size: Sizes, inputs: Inputs, changed: Method, method: Method, n: int,
 
 def backward(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     """Forward and backward, against RoPE + SDPA's."""
-    for method, target in ((folded(size)["InfoScale"], 1.03), (branched(size.windows[0])[0], 1.3)):
+    near = size.windows[0]
+    for method, target in ((folded(size)["InfoScale"], 1.03), (branched(near)[0], 1.3), (chunked(near)[0], 1.3)):
         yield Job("backward", method.name, size.short, partial(_backward, size, inputs, method, target))
 
 
@@ -132,7 +134,8 @@ def _backward(size: Sizes, inputs: Inputs, method: Method, target: float) -> Row
 def memory(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     """Peaks above inputs and outputs at the long length: here the ratio is one of bytes."""
     methods = folded(size)
-    chosen = (methods["InfoScale"], methods["CosScale"], branched(size.windows[0])[0], windowed(size.windows[0])[0])
+    near = size.windows[0]
+    chosen = (methods["InfoScale"], methods["CosScale"], branched(near)[0], windowed(near)[0], chunked(near)[0])
     for method in chosen:
         yield Job("memory", method.name, size.long, partial(_memory, size, inputs, method))
 

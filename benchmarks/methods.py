@@ -46,6 +46,14 @@ def branched(window: int) -> list[Method]:
     ]
 
 
+def chunked(window: int) -> list[Method]:
+    """Dual Chunk Attention with chunks of 3/2 windows, and STRING."""
+    return [
+        Method(f"Dual Chunk {window * 3 // 2}", f"dualchunk:chunk={window * 3 // 2}"),
+        Method(f"STRING {window}", f"string:shift={window}"),
+    ]
+
+
 def with_far_law(method: Method, train_length: int) -> Method:
     """A two-branch method with a share law and a temperature of far keys."""
     law = f"logn:train_length={train_length},keys=far+share:beta=0.75"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import retrieve
 import torch
 from measure import BLANK, Job, Row, Sizes, save, sizes
 from rich.console import Console
@@ -33,7 +34,10 @@ from isentrope.utils.provenance import collect_provenance
 
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
-GROUPS = ("attention", "window", "share", "entropy", "backward", "memory", "scaling", "decoding", "gau", "compilation")
+GROUPS = (
+    "attention", "window", "share", "retrieve", "entropy", "backward", "memory", "scaling", "decoding", "gau",
+    "compilation",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -74,6 +78,9 @@ def groups(size: Sizes, names: list[str], model: str | None = None, gguf_file: s
 
             inputs.free()
             return models.gau(size) if name == "gau" else models.decoding(size, model, gguf_file)
+        if name == "retrieve":
+            inputs.free()
+            return retrieve.retrieve(size)
         return getattr(cases, name)(size, inputs)
 
     return [lambda name=name: of(name) for name in names]  # type: ignore[misc]

@@ -91,7 +91,7 @@ def test_packed_documents_equal_separate_calls(position, count, seed, data, caus
 
 
 # angles of dynamic NTK and CLEX, and n = the row's length, change while a row grows: no cache can follow them
-BY_LENGTH = ("ntk-dynamic", "clex", "longrope", "leaky-reach", "selfextend-reach")
+BY_LENGTH = ("ntk-dynamic", "clex", "longrope", "leaky-reach", "selfextend-reach", "jetlong", "jetlong-reach", "lampe")
 GROWING = {name: p for name, p in SMALL_POSITIONS.items() if name not in BY_LENGTH}
 
 

@@ -34,12 +34,20 @@ def measured(suite, size, names, out, seconds=float("inf")):
 
 def test_rows_are_whole_and_saved(suite, tiny, tmp_path):
     rows, left = measured(
-        suite, tiny, ["attention", "window", "share", "entropy", "backward", "memory"], tmp_path / "a.json"
+        suite, tiny, ["attention", "window", "share", "retrieve", "entropy", "backward", "memory"], tmp_path / "a.json"
     )
     assert not left and not [row["failed"] for row in rows if "failed" in row]
     saved = json.loads((tmp_path / "a.json").read_text())
     assert saved["rows"] == rows and saved["provenance"]["torch"] == torch.__version__
-    assert {row["group"] for row in rows} == {"attention", "window", "share", "entropy", "backward", "memory"}
+    assert {row["group"] for row in rows} == {
+        "attention",
+        "window",
+        "share",
+        "retrieve",
+        "entropy",
+        "backward",
+        "memory",
+    }
     for row in rows:
         assert set(suite["measure"].BLANK) <= set(row)
         assert row["target"] is None and row["met"] is None  # those of a GPU

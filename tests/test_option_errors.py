@@ -18,6 +18,8 @@ WHOLE = [
     ("LeakyReRoPE(window", lambda n: ise.LeakyReRoPE(n), 1),
     ("SelfExtend(window", lambda n: ise.SelfExtend(n, 4), 1),
     ("SelfExtend(group", lambda n: ise.SelfExtend(4, n), 1),
+    ("JetLong(window", lambda n: ise.JetLong(n), 1),
+    ("LaMPE(tail", lambda n: ise.LaMPE(tail=n), 0),
     ("SelfExtend(length", lambda n: ise.SelfExtend(4, length=n), 1),
     ("SelfExtend(train_length", lambda n: ise.SelfExtend(4, train_length=n), 1),
     ("DPE(window", lambda n: ise.DPE(n, (2,)), 1),

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
 from isentrope.builder import Inputs, build_call
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import ChosenBlocks, QueryGroups
+from isentrope.core.compile import can_run_triton
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import get_layout
 from isentrope.core.region import Region
@@ -122,17 +124,24 @@ class _Representatives:
         dtype = factor_dtype(folded.q)
         self.mean = (q.sum(3, dtype=accumulation_dtype(q)) / members).to(dtype)  # (batch, heads, groups, d)
         self.keys, self.scale, self.groups = folded.k.to(dtype), call.scale, groups
+        sizes = self.keys.shape[-1] in TRITON_HEAD_DIMS and self.keys.stride(-1) == 1
+        self.fused = sizes and dtype != torch.float64 and can_run_triton(self.mean)
 
     def count_groups(self) -> int:
         """Return how many groups to score at once."""
-        return _limit_rows(self.mean, self.groups.keys)
+        columns = self.groups.keys // self.groups.choice.size + 1 if self.fused else self.groups.keys
+        return _limit_rows(self.mean, columns)
 
     def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
         """Return scores (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
-        kv_heads = self.keys.shape[1]
-        q = self.mean[:, :, start:stop].unflatten(1, (kv_heads, -1)).flatten(2, 3)
-        products = matmul_wide(q, self.keys[:, :, columns].mT).unflatten(-1, (-1, self.groups.choice.size))
-        best = products.amax(-1).unflatten(2, (-1, stop - start)).flatten(1, 2)
+        q, k, size = self.mean[:, :, start:stop], self.keys[:, :, columns], self.groups.choice.size
+        if self.fused:
+            from isentrope.backends.blocks.score_kernel import launch
+
+            best = launch(q, k, size)
+        else:
+            products = matmul_wide(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k.mT).unflatten(-1, (-1, size))
+            best = products.amax(-1).unflatten(2, (-1, stop - start)).flatten(1, 2)
         return torch.softmax((self.scale * best).masked_fill(outside, -inf), -1)
 
 

@@ -281,11 +281,17 @@ def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list
     theta_q, theta_k = (
         position.frequencies(sizes.head_dim, length, sizes.dtype, layout.device) for length in layout.row_lengths
     )
-    rotated = []
+    rotated: list[RotatedBranch] = []
     for branch, region in reached:
         query_angles = compute_angles(branch.query, theta_q, sizes.dtype)
-        shared = branch.key is branch.query
-        key_angles = query_angles if shared else compute_angles(branch.key, theta_k, sizes.dtype)
-        key_angles = None if sizes.rotated_keys else key_angles
+        # branches that rotate keys alike share their angles, and so the rotated keys
+        same = next((n for n, (other, _) in enumerate(reached[: len(rotated)]) if other.key is branch.key), None)
+        if sizes.rotated_keys:
+            key_angles = None
+        elif same is not None:
+            key_angles = rotated[same].key_angles
+        else:
+            shared = branch.key is branch.query
+            key_angles = query_angles if shared else compute_angles(branch.key, theta_k, sizes.dtype)
         rotated.append(RotatedBranch(region, query_angles, key_angles, branch.slopes, branch.far))
     return rotated

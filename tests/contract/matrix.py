@@ -37,8 +37,13 @@ POSITIONS = (
     f"rerope:window={WINDOW},layout=interleaved",
     f"leakyrerope:window={WINDOW},leak=4",
     f"selfextend:window={WINDOW},group=4",
+    "dualchunk:chunk=12,local=3",
+    f"string:shift={WINDOW},local=3",
     f"leakyrerope:window={WINDOW},reach=0.75,train_length=16",
     f"selfextend:window={WINDOW},train_length=16",
+    f"jetlong:window={WINDOW},train_length=16",
+    f"lampe:window={WINDOW},train_length=24,reach=0.5,tail=0",
+    f"lampe:window={WINDOW},train_length=24,reach=0.5,tail=4,length=60",
     f"dpe:window={WINDOW},scales=(1,4,2)",
     "longrope:factors={factors},original_length=20",
     "cope:clip=3",
@@ -63,7 +68,7 @@ TEMPERATURES = (
     "scaleinvariant:distance=3",
 )
 # for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
-FAR_POSITIONS = tuple(text for text in POSITIONS if "window=" in text)
+FAR_POSITIONS = tuple(text for text in POSITIONS if any(key in text for key in ("window=", "chunk=", "shift=")))
 SHARES = ("share:reference=8", "share:beta=1.5,reference=1", "share:beta={table},reference=12")
 FAR_LAWS = (
     *SHARES,
@@ -75,6 +80,12 @@ FAR_LAWS = (
     "adaptive+share:beta=0.7,reference=2",
     "adaptive:coefficients=(0.4,1),threshold=0.2,keys=far+logn:train_length=8,keys=near",
     "adaptive:keys=near+scaleinvariant:keys=far+share:beta={table},reference=4",
+)
+# far keys by choice, for causal attention with those methods
+RETRIEVES = (
+    "retrieve:blocks=2,size=4,sinks=4,queries=4",
+    "retrieve:blocks=3,size=5,sinks=2,queries=7,score=votes,votes=2",
+    "retrieve:blocks=1,size=3,sinks=0,queries=1,heads=all",
 )
 MASKS = (
     "",

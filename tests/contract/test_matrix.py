@@ -17,6 +17,7 @@ from tests.contract.matrix import (
     NAMES,
     NOT_ON_CPU,
     POSITIONS,
+    RETRIEVES,
     SCORES,
     SETTINGS,
     SHARES,
@@ -44,7 +45,10 @@ def test_every_backend_is_compared(backend):
         pytest.fail(f"compare {backend!r} elsewhere, and list it in NOT_ON_CPU of tests/contract/matrix.py: {error}")
 
 
-@pytest.mark.parametrize(("kind", "texts"), [("position", POSITIONS), ("temperature", TEMPERATURES), ("share", SHARES)])
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [("position", POSITIONS), ("temperature", TEMPERATURES), ("share", SHARES), ("retrieve", RETRIEVES)],
+)
 def test_every_method_is_in_the_matrix(kind, texts):
     missing = {part.name() for part in KINDS[kind]} - {text.partition(":")[0] for text in texts}
     assert not missing, f"add {missing} to {kind.upper()}S of tests/contract/matrix.py"

@@ -46,6 +46,7 @@ def test_within_keeps_the_pairs_and_only_drops_bounds(region, keys, queries):
         assert span.stop == math.inf or 0 < span.stop < keys
         assert span.low == -math.inf or -keys < span.low < queries
         assert span.high == math.inf or -keys < span.high < queries
+        assert bool(span.chunk) == ((span.chunk_low, span.chunk_high) != (-math.inf, math.inf))
 
 
 def test_within_recognises_everything():

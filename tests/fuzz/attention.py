@@ -145,7 +145,8 @@ def position(make: random.Random, d: int) -> str:
             f"pi:factor={make.choice((1, 4, 1000.5))}", f"ntk:factor={make.choice((1, 4, 64))}",
             f"ntk:factor=2,dynamic=True,original_length={length}", f"yarn:factor=8,original_length={length}",
             f"rerope:window={window}", f"leakyrerope:window={window},leak={make.choice((1, 3, 16))}",
-            f"selfextend:window={window},group={make.choice((1, 3, 8))}", f"clex:dim={d},train_length={max(8, length)}",
+            f"selfextend:window={window},group={make.choice((1, 3, 8))}", f"dualchunk:chunk={window + 1}",
+            f"string:shift={window}", f"clex:dim={d},train_length={max(8, length)}",
         )
     )  # fmt: skip
     if name in ("", "nope", "alibi") or name.startswith("clex") or not options:

@@ -125,6 +125,27 @@ DISTANCES = {
         ise.SelfExtend(4, 2),
         {(8, 5): 3, (9, 5): 4, (9, 1): 6, (10, 1): 7, (10, 0): 7, (5, 9): -4, (1, 9): -6, (0, 10): -7},
     ),
+    # chunks of 4: within one and to the chunk before, to older ones, and ahead
+    "dualchunk": (ise.DualChunk(6, 2), {(3, 0): 3, (4, 0): 4, (4, 3): 1, (5, 3): 2, (6, 0): 6, (7, 0): 6, (7, 3): 3}),
+    "dualchunk-older": (ise.DualChunk(6, 2), {(8, 0): 6, (8, 3): 3, (11, 1): 5, (23, 2): 4, (11, 4): 6, (8, 7): 1}),
+    "dualchunk-ahead": (ise.DualChunk(6, 2), {(0, 3): -3, (3, 4): -1, (3, 7): -3, (0, 7): -6, (3, 8): -3, (2, 23): -4}),
+    # without local keys a chunk sees all of the one before from its end
+    "dualchunk-no-local": (ise.DualChunk(4, 0), {(3, 0): 3, (4, 3): 1, (7, 3): 1, (7, 0): 4, (8, 3): 1, (9, 0): 4}),
+    # chunks of 3, twice which is less than the cap
+    "dualchunk-half": (ise.DualChunk(6, 3), {(3, 0): 3, (5, 0): 5, (5, 2): 3, (6, 2): 3, (6, 0): 5, (23, 1): 4}),
+    "dualchunk-default": (ise.DualChunk(12), {(9, 0): 9, (12, 0): 12, (19, 0): 12, (20, 0): 12, (20, 9): 3}),
+    "string": (
+        ise.STRING(5, 2),
+        {(8, 5): 3, (9, 5): 4, (10, 5): 2, (12, 5): 4, (20, 5): 12, (5, 9): -4, (5, 10): -2, (5, 20): -12},
+    ),
+    "string-default": (ise.STRING(10), {(9, 0): 9, (10, 0): 2, (23, 0): 15}),
+    "jetlong": (ise.JetLong(4, train_length=8), {(7, 4): 3, (9, 5): 2, (20, 5): 5, (23, 0): 7, (5, 8): -3, (5, 9): -2}),
+    # m is 0 up to 5, 1 up to 11, 2 up to 17, 3 up to 22; the tail begins at 18
+    "lampe": (
+        ise.LaMPE(2, reach=0.5, slope=0, intercept=0, tail=3, train_length=16),
+        {(6, 5): 1, (7, 5): 2, (8, 6): 1, (20, 6): 3, (20, 3): 4, (20, 2): 4, (20, 0): 6, (23, 6): 4, (23, 5): 4}
+        | {(23, 0): 9, (0, 23): -9, (2, 20): -4, (6, 8): -1},
+    ),
     "dpe-one": (ise.DPE(4, (2,)), {(8, 5): 3, (9, 5): 4, (9, 1): 6, (10, 0): 7, (5, 9): -4, (0, 10): -7}),
     "selfextend-wide": (ise.SelfExtend(3, 8), {(2, 0): 2, (3, 0): 3, (8, 5): 4, (16, 0): 5, (5, 8): -4}),
 }
@@ -144,15 +165,23 @@ def test_distances_by_hand(name):
             side(branch.query, i) - side(branch.key, j)
             for branch in position.branches(query, key, 1, (24, 24))
             for span in branch.region.spans
-            if span.start <= j < span.stop and span.low <= j - i < span.high
+            if span.contains(i, j)
         ]
         assert met == [expected], (i, j)
+        alone = [
+            side(branch.query, 0) - side(branch.key, j)
+            for branch in position.branches(query[:, i : i + 1], key, 1, (24, 24))
+            for span in branch.region.spans
+            if span.contains(i, j)
+        ]
+        assert alone == [expected], "one query is as far from a key as it is among others"
 
 
 def test_cacheable_keys():
     cacheable = [ise.RoPE(), ise.PI(2.0), ise.NTK(2.0), ise.YaRN(2.0, 64), ise.ALiBi(), ise.NoPE()]
     cacheable += [ise.CoPE(2), ise.Resonance(), ise.Resonance(2.0, 64), ise.LongRoPE((1.0, 2.0))]
     raw = [ise.NTK(2.0, True, 64), ise.ReRoPE(4), ise.LeakyReRoPE(4), ise.SelfExtend(4, 2), ise.CLEX(8, 64)]
+    raw += [ise.DualChunk(8), ise.STRING(8)]
     raw += [ise.DPE(4, (2, 1)), ise.LongRoPE(), ise.LongRoPE((1.0,), (1.0,)), ise.LongRoPE((1.0,), original_length=4)]
     assert all(position.keys_cacheable for position in cacheable)
     assert not any(position.keys_cacheable for position in raw)

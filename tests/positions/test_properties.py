@@ -14,7 +14,15 @@ from tests.fixtures.recipes import EXACT, SMALL_POSITIONS, TRAINABLE, D, example
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "far", [ise.ReRoPE, ise.LeakyReRoPE, lambda w: ise.SelfExtend(w, 3), lambda w: ise.DPE(w, (3, 2))]
+    "far",
+    [
+        ise.ReRoPE,
+        ise.LeakyReRoPE,
+        lambda w: ise.SelfExtend(w, 3),
+        lambda w: ise.DPE(w, (3, 2)),
+        lambda w: ise.DualChunk(w + 1, 0),
+        ise.STRING,
+    ],
 )
 @examples(15)
 @given(seeds, st.integers(1, 30), st.integers(0, 5))
@@ -24,7 +32,8 @@ def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype
     assert torch.equal(near, attention(q, k, v, "rope", causal=causal))
 
 
-RELATIVE = [name for name in SMALL_POSITIONS if not name.startswith(("none", "selfextend", "dpe"))]
+GROUPED = ("none", "selfextend", "jetlong", "lampe", "dpe", "dualchunk")
+RELATIVE = [name for name in SMALL_POSITIONS if not name.startswith(GROUPED)]
 
 
 @pytest.mark.parametrize("position", RELATIVE)
@@ -55,10 +64,22 @@ def test_selfextend_moves_by_whole_groups(causal, seed, window, groups):
     assert_close(moved, attention(q, k, v, recipe, causal=causal), **EXACT)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@examples(10)
+@given(seeds, st.integers(2, 25), st.integers(-50, 50))
+def test_dualchunk_moves_by_whole_chunks(causal, seed, chunk, steps):
+    q, k, v = qkv(seed)
+    recipe, step = Recipe(position=ise.DualChunk(chunk)), chunk - chunk // 6
+    moved = attention(q, k, v, recipe, causal=causal, position_ids=torch.arange(20) + step * steps)
+    assert_close(moved, attention(q, k, v, recipe, causal=causal), **EXACT)
+
+
 SAME_AS_ROPE = {
     "rerope": lambda w: ise.ReRoPE(20 + w),
     "leaky": lambda w: ise.LeakyReRoPE(w, 1.0),
     "selfextend": lambda w: ise.SelfExtend(w, 1),
+    "dualchunk": lambda w: ise.DualChunk(20 + w, w // 2),
+    "string": lambda w: ise.STRING(w, w),
     "dpe": lambda w: ise.DPE(w, (1, 1, 1)),
     "longrope": lambda w: ise.LongRoPE((2.0,) * (D // 2), original_length=20 + w),
     "cope": lambda w: ise.CoPE(original_length=10**6),

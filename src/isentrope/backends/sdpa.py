@@ -1,8 +1,9 @@
 """PyTorch's fused scaled-dot-product kernels, with their log-sum-exp.
 
 In unpadded rows a region is a few bands, and a band is one kernel: all pairs, a lower triangle (far keys are one, moved
-down by the window), or on a GPU a window of FlashAttention. Everything else goes in row chunks against the keys that
-the rows may see, with a mask for the chunk alone, so memory stays linear.
+down by the window), or on a GPU a window of FlashAttention. Regions of whole chunks are batches of rectangles, one
+kernel each (`chunk_tiles`). Everything else goes in row chunks against the keys that the rows may see, with a mask for
+the chunk alone, so memory stays linear.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.merge import MergedBackend, PartialOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
+from isentrope.core.chunk_tiles import ChunkTiles, find_tiles
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
@@ -85,6 +87,8 @@ class SDPABackend(MergedBackend):
         if (band := _band_of(branch)) is not None:
             out, lse = _forward_tile(_make_tile(branch, band))
             return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
+        if (tiles := _tiles_of(branch)) is not None:
+            return _forward_chunks(branch, tiles)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
         lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
         for rows, _, tile in _masked_tiles(branch):
@@ -113,7 +117,10 @@ class SDPABackend(MergedBackend):
         # every tile adds to dk and dv: sums are kept in fp32
         dq = torch.zeros_like(branch.q, dtype=lse.dtype)
         dk, dv = (x.new_zeros(x.shape[0], heads, *x.shape[2:], dtype=lse.dtype) for x in (branch.k, branch.v))
-        for rows, columns, tile in _masked_tiles(branch):
+        tiles = _tiles_of(branch)
+        for batch, tile in _chunk_tiles(branch, tiles or []):
+            _backward_chunks(batch, tile, (grad, out, lse), (dq, dk, dv))
+        for rows, columns, tile in _masked_tiles(branch) if tiles is None else ():
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
             tq, tk, tv = _backward_tile(tile, g, o, lse[:, :, rows])
             dq[:, :, rows] += tq[..., : dq.shape[-1]]
@@ -171,8 +178,11 @@ def _list_bands(call: AttentionCall, branch: RotatedBranch) -> list[Band | None]
     """Return the band of each span of a branch, None where no kernel supports it."""
     if branch.biased:
         return [None]
-    regions = split_region(branch.region, call.layout)
-    return [_find_band(region, call.layout, call.q, call.v) for region in regions]
+    layout, bands = call.layout, []
+    for region in split_region(branch.region, layout):
+        is_tiled = _find_tiles(region, layout) is not None
+        bands.append(ALL_PAIRS if is_tiled else _find_band(region, layout, call.q, call.v))
+    return bands
 
 
 def _band_of(branch: FoldedBranch) -> Band | None:
@@ -193,6 +203,56 @@ def _find_band(region: Region, layout: Layout, q: Tensor, v: Tensor) -> Band | N
     # FlashAttention takes a right side as long as the keys for unbounded, also where queries are more than keys
     bounded = band.right == inf or band.right < band.end - band.begin
     return band if bounded and _takes_flash(q, v) else None
+
+
+def _tiles_of(branch: FoldedBranch) -> list[ChunkTiles] | None:
+    """Return the batches of rectangles that a branch of whole chunks is, None for any other."""
+    return None if branch.slopes is not None else _find_tiles(branch.region, branch.layout)
+
+
+def _find_tiles(region: Region, layout: Layout) -> list[ChunkTiles] | None:
+    return None if torch.compiler.is_compiling() else find_tiles(region, layout)
+
+
+def _chunk_tiles(branch: FoldedBranch, tiles: list[ChunkTiles]) -> Iterator[tuple[ChunkTiles, Tile]]:
+    """Yield batches of rectangles with each as one tile, whose rows are (row of the call, rectangle)."""
+    q, k, v = _get_operands(branch)
+    for batch in tiles:
+        rows, keys, values = batch.view_rows(q), batch.view_columns(k), batch.view_columns(v)
+        tile = Tile(rows.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), None, batch.band, branch.scale)
+        yield batch, tile
+
+
+def _forward_chunks(branch: FoldedBranch, tiles: list[ChunkTiles]) -> PartialOutput:
+    """Compute batches of rectangles, merged by log-sum-exp where several have the same queries."""
+    first = min((batch.corner.first for batch in tiles), default=0)
+    rows, size = branch.q.shape[2] - first, branch.v.shape[-1]
+    lse = torch.full((*branch.q.shape[:2], rows), -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
+    out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype)
+    for batch, tile in _chunk_tiles(branch, tiles):
+        tile_out, tile_lse = _forward_tile(tile)
+        shifted = batch.shift_rows(-first)
+        o, total = shifted.view_rows(out), shifted.view_rows(lse)
+        tile_out, tile_lse = (x.unflatten(0, o.shape[:2]) for x in (tile_out[..., :size], tile_lse))
+        merged = torch.logaddexp(total, tile_lse)  # finite: every query of a rectangle sees a key
+        o.mul_(torch.exp(total - merged)[..., None])
+        o.add_(tile_out * torch.exp(tile_lse - merged)[..., None])
+        total.copy_(merged)
+    return PartialOutput(out.to(branch.v.dtype), lse, first)
+
+
+def _backward_chunks(
+    batch: ChunkTiles,
+    tile: Tile,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add dq, dk and dv of a batch of rectangles, from the merged gradient, output and log-sum-exp."""
+    grad, out, lse = (batch.view_rows(x).flatten(0, 1) for x in outputs)
+    parts = _backward_tile(tile, _pad(grad, tile.q.shape[-1]), _pad(out, tile.q.shape[-1]), lse)
+    views = batch.view_rows(gradients[0]), batch.view_columns(gradients[1]), batch.view_columns(gradients[2])
+    for view, part in zip(views, parts, strict=True):
+        view.add_(part[..., : view.shape[-1]].unflatten(0, view.shape[:2]))
 
 
 def _make_tile(branch: FoldedBranch, band: Band) -> Tile:

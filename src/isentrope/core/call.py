@@ -60,6 +60,12 @@ class RotatedBranch:
         """Whether scores depend on the distance other than through rotation."""
         return self.slopes is not None or self.distance_law is not None
 
+    def rotates_keys_like(self, other: RotatedBranch) -> bool:
+        """Return whether two branches have the very same angles of keys."""
+        if self.key_angles is None or other.key_angles is None:
+            return self.key_angles is other.key_angles
+        return self.key_angles[0] is other.key_angles[0]
+
     def take_heads(self, heads: slice, key_heads: slice) -> RotatedBranch:
         """Return the branch for some query heads and the key heads that they share."""
         tau, offset = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in (self.tau, self.offset))
@@ -113,13 +119,17 @@ class AttentionCall:
     def fold(self) -> list[FoldedBranch]:
         """Return the branches with angles, τ and norms folded into q and k; computed once."""
         if not self._folded:
-            self._folded.extend([self.fold_branch(branch) for branch in self.branches])
+            for branch in self.branches:
+                earlier = zip(self.branches, self._folded, strict=False)
+                k = next((folded.k for other, folded in earlier if branch.rotates_keys_like(other)), None)
+                self._folded.append(self.fold_branch(branch, k))
         return self._folded
 
-    def fold_branch(self, branch: RotatedBranch) -> FoldedBranch:
+    def fold_branch(self, branch: RotatedBranch, k: Tensor | None = None) -> FoldedBranch:
+        """Return a branch with everything folded; its keys may be given if they are folded already."""
         assert branch.entropy_law is None, "measure the entropy first"
         q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
-        k = self.fold_keys(branch)
+        k = self.fold_keys(branch) if k is None else k
         laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
         return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws)
 

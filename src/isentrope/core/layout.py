@@ -212,19 +212,27 @@ class Layout:
         return low, torch.maximum(low, high)
 
     def _interval(self, span: Span) -> tuple[Tensor, Tensor]:
-        low = self._slot(span.start, span.low, latest=True)
-        high = self._slot(span.stop, span.high, latest=False)
+        low = self._slot(span.start, span.low, self._chunk_edge(span.chunk, span.chunk_low), latest=True)
+        high = self._slot(span.stop, span.high, self._chunk_edge(span.chunk, span.chunk_high), latest=False)
         clip = (self.frame_low, self.frame_high)
         return (
             self.frame_low if low is None else torch.minimum(torch.maximum(low, clip[0]), clip[1]),
             self.frame_high if high is None else torch.minimum(torch.maximum(high, clip[0]), clip[1]),
         )
 
-    def _slot(self, fixed: float, relative: float, latest: bool) -> Tensor | None:
-        """Return the first slot at or after the later (or earlier) of the positions `fixed` and query + `relative`."""
-        position: Tensor | None = None
+    def _chunk_edge(self, size: int, difference: float) -> Tensor | None:
+        """Return the first position of the chunk that is `difference` chunks after each query's."""
+        if not size or abs(difference) == inf:
+            return None
+        return (self.query // size + int(difference)) * size
+
+    def _slot(self, fixed: float, relative: float, edge: Tensor | None, latest: bool) -> Tensor | None:
+        """Return the first slot at or after the latest (or earliest) of `fixed`, query + `relative` and `edge`."""
+        position = edge
         if abs(relative) != inf:
             position = self.query + int(relative)
+            if edge is not None:
+                position = torch.maximum(position, edge) if latest else torch.minimum(position, edge)
         if abs(fixed) != inf:
             bound = int(fixed)
             if position is None:
@@ -246,10 +254,15 @@ class Layout:
             return 0, self.keys
         low, high = self.keys, 0
         for span in region.spans:
-            a = max(0.0, first + self.offset + span.low)
-            b = min(float(self.keys), last - 1 + self.offset + span.high)
+            oldest, newest = first + self.offset, last - 1 + self.offset
+            lowest, highest = span.chunk_distances
+            a = max(0.0, oldest + max(span.low, lowest))
+            b = min(float(self.keys), newest + min(span.high, highest))
             if self.anchored:
                 a, b = max(a, span.start), min(b, span.stop)
+                if span.chunk:
+                    a = max(a, (oldest // span.chunk + span.chunk_low) * span.chunk)
+                    b = min(b, (newest // span.chunk + span.chunk_high) * span.chunk)
             if a < b:
                 low, high = min(low, int(a)), max(high, int(b))
         return (low, high) if low < high else (0, 0)

@@ -34,6 +34,8 @@ class TrainedCheckpoint:
         seed: Of its training.
         folder: Of the model, or of the training that failed.
         identity: A hash of its weights, or of how they are trained.
+        root: The identity of the model that its training starts from in the end, its own where it starts from none:
+            checkpoints with one root share a pre-training.
         failure: Why there is no model.
     """
 
@@ -41,6 +43,7 @@ class TrainedCheckpoint:
     seed: int
     folder: Path
     identity: str
+    root: str
     failure: str | None = None
 
 
@@ -106,7 +109,8 @@ class _CheckpointBuilder:
         check_tensors(folder / "model.safetensors")
         read_config_as(GAUAlphaConfig, folder)
         check_same_tokens(folder, read_tokenizer(self.corpus.tokenizer_path))
-        return TrainedCheckpoint(spec.name, seed, folder, content.hexdigest()[:16])
+        identity = content.hexdigest()[:16]
+        return TrainedCheckpoint(spec.name, seed, folder, identity, identity)
 
     def _train(
         self, spec: Checkpoint, options: dict[str, Any], seed: int, start: TrainedCheckpoint | None
@@ -114,7 +118,8 @@ class _CheckpointBuilder:
         options = dict(options)
         if start is not None:
             if start.failure:
-                return TrainedCheckpoint(spec.name, seed, self.out, f"without {start.identity}", start.failure)
+                identity = f"without {start.identity}"
+                return TrainedCheckpoint(spec.name, seed, self.out, identity, start.root, start.failure)
             options["model"] = str(start.folder)
         options |= {"seed": seed if spec.seeded else 0, "compile": self.compile}
         config = build_config(options.pop("preset", "train"), **options)
@@ -123,6 +128,7 @@ class _CheckpointBuilder:
         fields |= {"model": start.identity if start else config.model}
         content = json.dumps([fields, hash_partition(self.corpus)])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
+        root = start.root if start else identity
         folder = self.out / "checkpoints" / f"{spec.name}-{identity}"
         if not (folder / "final" / "model.safetensors").exists():
             self.notify(f"training {spec.name}, seed {seed}")
@@ -130,8 +136,8 @@ class _CheckpointBuilder:
         try:
             train(self.corpus.folder, config, folder)
         except Diverged as error:
-            return TrainedCheckpoint(spec.name, seed, folder, identity, f"checkpoint {spec.name}: {error}")
-        return TrainedCheckpoint(spec.name, seed, folder / "best", identity)
+            return TrainedCheckpoint(spec.name, seed, folder, identity, root, f"checkpoint {spec.name}: {error}")
+        return TrainedCheckpoint(spec.name, seed, folder / "best", identity, root)
 
     def _remove_broken(self, path: Path) -> None:
         """Remove a broken train.json, whose folder's name already identifies the run."""

@@ -142,12 +142,16 @@ class MaskedPlan:
         required = {
             "better": ("metric", "length", "this", "than"),
             "best_grows": ("metric", "methods", "variant", "lengths"),
+            "superior": ("metric", "length", "this", "than"),
+            "equivalent": ("metric", "length", "this", "than"),
         }
         if claim.get("kind") not in required:
             raise ValueError(f"{where}: kind: expected one of {', '.join(required)}, got {claim.get('kind')!r}")
         missing = [key for key in ("text", *required[claim["kind"]]) if key not in claim]
         if missing or claim["metric"] not in ("ppl", "acc"):
             raise ValueError(f"{where}: expected {', '.join(missing) or 'metric ppl or acc'}")
+        if claim["kind"] in ("superior", "equivalent") and isinstance(claim["than"], list):
+            raise ValueError(f"{where}: than: expected one row, got {len(claim['than'])}; write a claim for each")
         if claim["kind"] == "best_grows":
             named = [{"method": method, "variant": claim["variant"]} for method in claim["methods"]]
         else:

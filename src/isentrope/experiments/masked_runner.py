@@ -231,6 +231,7 @@ def _write_results(
     for cell in cells:
         saved = read_fields(cell_path(out, cell.key), "run the plan again, which measures it anew", "result", "timing")
         head = {"key": cell.key} | asdict(cell.row) | {"seed": cell.trained.seed, "length": cell.length}
+        head |= {"pretraining": cell.trained.root}
         results.append(head | {"protocol": plan.protocol.name} | saved["result"])
         timings.append({"key": cell.key} | saved["timing"])
     folder = out / plan.name

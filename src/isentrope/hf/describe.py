@@ -229,14 +229,14 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
 def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
     """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
     at = DEPTH
-    if not any(max(span.start, at + span.low) <= at - behind < min(span.stop, at + span.high) for span in region.spans):
+    if not any(span.contains(at, at - behind) for span in region.spans):
         return None
     position = layer.recipe.position
     if position is None or not position.rotates:
         return float(behind)
     query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
     for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
-        if any(span.low <= -behind < span.high for span in branch.region.spans):
+        if any(span.contains(at, at - behind) for span in branch.region.spans):
             q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
             distances = tuple((q - k).flatten().tolist())
             return distances[0] if len(set(distances)) == 1 else distances

@@ -27,10 +27,17 @@ class NearAndFar(PositionMap):
     window: int
     keys_cacheable = False
     has_far_keys = True
+    window_follows = False  # whether a window left out follows from the training length
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer(self, "window", 1)
+        if not (self.window_follows and self.window_is_open):
+            check_integer(self, "window", 1)
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether the window was left out, and no training length is known yet."""
+        return vars(self)["window"] is None
 
     @property
     def near_window(self) -> int | None:
@@ -90,6 +97,13 @@ class LengthMap(NearAndFar):
                 check_integer(self, key, 1)
         if self.length is not None and not self.uses_length:
             raise ValueError(f"{type(self).__name__}(length=…): has no effect without reach; leave length out")
+        if self.window_is_open and self.train_length is not None:
+            object.__setattr__(self, "window", self.default_window(self.train_length))
+
+    @staticmethod
+    def default_window(train_length: int) -> int:
+        """Return the window of a method that leaves it open."""
+        raise NotImplementedError
 
     @property
     def uses_length(self) -> bool:
@@ -104,6 +118,11 @@ class LengthMap(NearAndFar):
         if self.uses_length and self.train_length is None and train_length is not None:
             return replace(self, train_length=train_length)  # type: ignore[call-arg]
         return self
+
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
+        if self.uses_length:
+            self.require_train_length()
+        return super().branches(query, key, heads, lengths)
 
     def fit(self, model: ModelRotary) -> Self:
         fitted = super().fit(model)
@@ -237,6 +256,47 @@ class SelfExtend(LengthMap):
         query_group, key_group = map(self.group_at, lengths)
         shift = sign * (self.window - self.window // query_group)
         return query // query_group + shift, key // key_group
+
+
+@dataclass(frozen=True)
+class JetLong(LengthMap):
+    """Distance Δ for |Δ| < w; beyond, ⌊i/G⌋ against ⌊j/G⌋, G = ⌈n / n_tr⌉ in a row of n keys (Jet-Long, 2026).
+
+    SelfExtend without its shift, and with a group that follows from the length: at the window's edge the distance falls
+    from w - 1 to about w / G, so that keys just beyond it are at the distances of near ones. With `reach`,
+    G = ⌊(n - 1) / (⌊reach · n_tr⌋ + 1)⌋ + 1, the smallest group with distances up to reach · n_tr.
+
+    Attributes:
+        window: w; by default n_tr / 16, at least 512 and at most 4096, and never above n_tr / 2.
+        reach: the share of the training length n_tr that far distances may use; by default all of it.
+        length: n for every row; by default, each row has its own (see `LengthMap`).
+        train_length: n_tr; by default that of the model, or of the recipe's temperature.
+    """
+
+    window: int = None  # type: ignore[assignment]
+    reach: float | None = field(default=None, kw_only=True)
+    length: int | None = field(default=None, kw_only=True)
+    train_length: int | None = field(default=None, kw_only=True)
+    window_follows = True
+
+    @staticmethod
+    def default_window(train_length: int) -> int:
+        return max(1, min(max(train_length // 16, 512), 4096, train_length // 2))
+
+    def farthest(self) -> int:
+        return self.require_train_length() - 1 if self.reach is None else super().farthest()
+
+    def idle(self, length: int) -> bool:
+        return bool(self.group_at(length) == 1) or super().idle(length)
+
+    def group_at(self, length: Tensor | int) -> Tensor | int:
+        """Return the group of rows of this length."""
+        n = length if self.length is None else self.length
+        return at_least_one((n - 1) // (self.farthest() + 1) + 1)
+
+    def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
+        query_group, key_group = map(self.group_at, lengths)
+        return query // query_group, key // key_group
 
 
 def at_least_one(x: Tensor | int) -> Tensor | int:

@@ -11,7 +11,8 @@ from isentrope.share import Share
 KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
         positions.RoPE, positions.PI, positions.NTK, positions.YaRN, positions.ReRoPE, positions.LeakyReRoPE,
-        positions.SelfExtend, positions.ALiBi, positions.CLEX, positions.NoPE,
+        positions.SelfExtend, positions.JetLong, positions.LaMPE, positions.DualChunk, positions.STRING,
+        positions.ALiBi, positions.CLEX, positions.NoPE,
         positions.DPE, positions.LongRoPE, positions.CoPE, positions.Resonance,
     ),
     "temperature": (

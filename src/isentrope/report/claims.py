@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from isentrope.report.load import LOWER_IS_BETTER, METRICS, Grid, Row, Value
+from isentrope.report.registered_claims import REGISTERED, decide_registered
 from isentrope.report.tables.numbers import format_change, format_number, format_precise, format_with_interval
 from isentrope.report.tables.published import (
     PublishedValue,
@@ -15,10 +16,9 @@ from isentrope.report.tables.published import (
     load_published_tables,
     to_comparable,
 )
+from isentrope.report.verdicts import FAILS, HOLDS, NOT_MEASURED, Verdict
 
-HOLDS, FAILS, NOT_MEASURED = "holds", "does not hold", "not measured"
 UNDECIDED = "not told by the digits printed"  # only for the paper's own numbers, which are rounded
-Verdict = dict[str, Any]
 CellKey = tuple[Row, int]
 
 
@@ -33,10 +33,16 @@ def evaluate_claims(grid: Grid) -> list[Verdict]:
         "best_grows": (_decide_best_grows, _decide_best_grows_in_paper),
     }
     verdicts = []
-    for claim in grid.plan.metadata.get("claims") or []:
-        kind, path = claim.get("kind"), grid.plan.folder / "plan.json"
+    claims, path = grid.plan.metadata.get("claims") or [], grid.plan.folder / "plan.json"
+    registered = [claim for claim in claims if claim.get("kind") in REGISTERED]
+    decided = dict(zip(map(id, registered), decide_registered(grid, registered), strict=True))
+    for claim in claims:
+        kind = claim.get("kind")
+        if id(claim) in decided:
+            verdicts.append(decided[id(claim)])
+            continue
         if kind not in kinds:
-            raise ValueError(f"{path}: claims: expected kind {' or '.join(kinds)}, got {kind!r}")
+            raise ValueError(f"{path}: claims: expected kind {' or '.join((*kinds, *REGISTERED))}, got {kind!r}")
         if claim.get("metric") not in METRICS:
             raise ValueError(f"{path}: claims: expected metric {' or '.join(METRICS)}, got {claim.get('metric')!r}")
         try:

@@ -9,6 +9,9 @@ from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isentrope.evaluation.metrics import difference_interval
 from isentrope.utils.files import RERUN_REMEDY, read_json
 
@@ -139,6 +142,27 @@ class Grid:
         start, end = ([[documents[sha] for sha in shared] for documents in row] for row in both)
         return difference_interval(start, end, metric)
 
+    def differences(self, before: Row, after: Row, length: int, metric: str) -> list[NDArray[np.float64]]:
+        """Return by how much one row is better than another, for each pre-training an array (seeds, documents).
+
+        Accuracies, or logarithms of perplexity, of the documents and seeds that both rows have; none if there are none.
+        Results without a pre-training are of one.
+        """
+        start, end = self._measured_cells(before, length), self._measured_cells(after, length)
+        seeds = sorted(set(start) & set(end))
+        scores = {
+            (side, seed): {d["sha256"]: _score_document(d, metric) for d in cells[seed].get("documents") or []}
+            for side, cells in enumerate((start, end)) for seed in seeds
+        }  # fmt: skip
+        shared = sorted(set.intersection(*map(set, scores.values()))) if scores else []
+        if not shared:
+            return []
+        runs: dict[str, list[list[float]]] = {}
+        for seed in seeds:
+            changes = [scores[1, seed][document] - scores[0, seed][document] for document in shared]
+            runs.setdefault(str(end[seed].get("pretraining") or ""), []).append(changes)
+        return [np.array(run) for run in runs.values()]
+
     def _measured_cells(self, row: Row, length: int) -> dict[int, Cell]:
         cells = self.cells_by_seed.get((row, length), {})
         return {seed: cell for seed, cell in cells.items() if get_failure(cell) is None}
@@ -167,6 +191,12 @@ class Grid:
                 if get_failure(cell) is None:
                     counts[length] = max(counts.get(length, 0), len(cell.get("documents") or []))
         return dict(sorted(counts.items()))
+
+
+def _score_document(document: dict[str, Any], metric: str) -> float:
+    """Return the accuracy on a document, or minus the logarithm of its perplexity: more is better."""
+    total = -document["loss"] if metric == "ppl" else document["hits"]
+    return float(total / document["count"])
 
 
 def get_failure(cell: Cell) -> str | None:

@@ -108,6 +108,8 @@ def plan_band(regions: Sequence[Region], queries: int, keys: int) -> BandPlan | 
     if queries > keys:  # some see nothing
         return None
     spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
+    if any(span.chunk for _, span in spans):
+        return None
     windows = [(n, s) for n, s in spans if s.start <= 0 and s.stop >= keys and -inf < s.low <= 0 < s.high]
     if len(windows) != 1:
         return None

@@ -8,7 +8,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from isentrope.report.claims import FAILS, HOLDS, NOT_MEASURED, Verdict, evaluate_claims, format_verdict
+from isentrope.report.claims import evaluate_claims, format_verdict
 from isentrope.report.html.chart import render_losses
 from isentrope.report.html.comparison import (
     find_comparison_folders,
@@ -23,9 +23,10 @@ from isentrope.report.load import LOWER_IS_BETTER, METRICS, PROTOCOLS, Grid, Pla
 from isentrope.report.tables.numbers import PPL_CAP, format_number
 from isentrope.report.tables.plan_tables import GridTable, format_grid, write_tables
 from isentrope.report.tables.published import FIGURE_CAPTION, ROUNDING_NOTE, compare_with_paper
+from isentrope.report.verdicts import FAILS, HOLDS, NOT_MEASURED, OPEN, Verdict
 from isentrope.utils.files import read_json, write_atomically
 
-VERDICT_SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), NOT_MEASURED: ("○", "open")}
+VERDICT_SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), OPEN: ("?", "open"), NOT_MEASURED: ("○", "open")}
 MAX_LISTED_CLAIMS = 8  # more are grouped by verdict
 # the page fetches nothing, and browsers enforce it
 CONTENT_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -145,7 +146,7 @@ def _render_claims(verdicts: list[Verdict]) -> str:
     if len(verdicts) <= MAX_LISTED_CLAIMS:
         return f"<h3>Claims</h3>{_render_cards(verdicts)}"
     folds = []
-    for kind in (FAILS, HOLDS, NOT_MEASURED):
+    for kind in (FAILS, HOLDS, OPEN, NOT_MEASURED):
         group = [verdict for verdict in verdicts if verdict["verdict"] == kind]
         if group:
             opened = " open" if kind == FAILS else ""

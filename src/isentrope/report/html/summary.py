@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from isentrope.report.claims import FAILS, HOLDS, NOT_MEASURED, Verdict
 from isentrope.report.load import METRICS, Grid, Row
 from isentrope.report.tables.numbers import format_change, format_precise, format_with_interval
+from isentrope.report.verdicts import FAILS, HOLDS, NOT_MEASURED, OPEN, Verdict
 
 MIN_KEPT_ACCURACY = 0.9  # at the longest length, as a share of that at the shortest
 MAX_NAMED_ROWS = 4
@@ -27,13 +27,14 @@ def summarize_grid(grid: Grid, verdicts: list[Verdict]) -> list[str]:
 
 
 def count_verdicts(verdicts: list[Verdict]) -> str:
-    """Say how many claims hold, do not hold, and are not measured."""
+    """Say how many claims hold, do not hold, are undecided, and are not measured."""
     if not verdicts:
         return ""
-    count = {name: sum(v["verdict"] == name for v in verdicts) for name in (HOLDS, FAILS, NOT_MEASURED)}
+    count = {name: sum(v["verdict"] == name for v in verdicts) for name in (HOLDS, FAILS, OPEN, NOT_MEASURED)}
     within = sum(v["within_intervals"] for v in verdicts)
     parts = [f"{count[HOLDS]} of {_count_noun(len(verdicts), 'claim')} {'holds' if count[HOLDS] == 1 else 'hold'}"]
     parts += [f"{count[FAILS]} {'does' if count[FAILS] == 1 else 'do'} not"] if count[FAILS] else []
+    parts += [f"{count[OPEN]} {'is' if count[OPEN] == 1 else 'are'} undecided"] if count[OPEN] else []
     parts += (
         [f"{count[NOT_MEASURED]} {'is' if count[NOT_MEASURED] == 1 else 'are'} not measured"]
         if count[NOT_MEASURED]

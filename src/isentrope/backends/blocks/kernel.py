@@ -1,0 +1,138 @@
+"""The Triton kernel of groups of queries against chosen blocks of far keys, which are read where they lie.
+
+A program has the queries of one group, in all heads that share a key head: they see the same blocks. It goes through
+the chosen blocks, the first keys, and the keys between the last block and the window. Imported only where Triton is
+installed.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from math import log
+
+import torch
+import triton
+import triton.language as tl
+
+from isentrope.backends.merge import PartialOutput
+from isentrope.core.call import FoldedBranch
+from isentrope.core.compile import device_context
+
+LN2 = tl.constexpr(log(2))
+MAX_ROWS = 128
+
+
+def launch(branch: FoldedBranch) -> PartialOutput:
+    """Compute a folded branch over its chosen blocks, without its offset."""
+    chosen, q, k, v = branch.chosen, branch.q, branch.k, branch.v
+    assert chosen is not None
+    groups, choice = chosen.groups, chosen.groups.choice
+    batch, heads, queries, size = q.shape
+    kv_heads, value_size = k.shape[1], v.shape[-1]
+    out = v.new_empty(batch, heads, queries, value_size)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    rows = min(MAX_ROWS if size <= 128 else 64, max(16, triton.next_power_of_2(choice.queries * branch.groups)))
+    columns = min(8192 // max(size, value_size), 128, max(16, triton.next_power_of_2(choice.size)))
+    tiles = triton.cdiv(choice.queries * branch.groups, rows)
+    index = chosen.index.to(torch.int32).contiguous()
+    with device_context(q):
+        _attend_group[(groups.count * tiles, kv_heads, batch)](
+            q, k, v, index, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            heads, queries, groups.keys, groups.count, groups.lead, groups.window, branch.scale / log(2),
+            SHARED=branch.groups, QUERIES=choice.queries, BLOCKS=choice.blocks, BLOCK_SIZE=choice.size,
+            FIRST_BLOCK=choice.first_block, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns, TILES=tiles,
+            IEEE=q.dtype == torch.float32, num_warps=8 if rows == MAX_ROWS else 4, num_stages=3 if size <= 64 else 2,
+        )  # fmt: skip
+    return PartialOutput(out, lse)
+
+
+@triton.jit
+def _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible, k_row, v_row, scale, lane, value_lane,
+                MASKED: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
+    """Add some keys to the running softmax: of those that are not -1, a row sees `visible`; or all (not MASKED)."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    inside = (column >= 0)[:, None]
+    place = column.to(tl.int64)[:, None]
+    if MASKED:
+        k_block = tl.load(k + place * k_row + lane[None, :], mask=inside, other=0.0)
+        v_block = tl.load(v + place * v_row + value_lane[None, :], mask=inside, other=0.0)
+    else:
+        k_block = tl.load(k + place * k_row + lane[None, :])
+        v_block = tl.load(v + place * v_row + value_lane[None, :])
+    scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision) * scale
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    anchor = new_max
+    if MASKED:  # a row may not have seen a key yet
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(scores - anchor[:, None])
+    decay = tl.exp2(row_max - anchor)
+    acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
+    return new_max, row_sum * decay + tl.sum(weight, 1), acc
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "count", "lead", "window"])
+def _attend_group(
+    q, k, v, index, out, lse, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    heads, queries, keys, count, lead, window, scale,
+    SHARED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """Compute some rows of one group: all of its queries in all heads that share a key head."""
+    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    member = row // SHARED
+    query = group * QUERIES + member - lead
+    head = kv_head * SHARED + row % SHARED
+    valid = (member < QUERIES) & (query >= 0) & (query < queries)
+    lane, value_lane = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
+    query64 = query.to(tl.int64)
+    q_pointer = q + batch * q_batch + (head * q_head + query64 * q_row)[:, None] + lane[None, :]
+    q_block = tl.load(q_pointer, mask=valid[:, None], other=0.0)
+    k += batch * k_batch + kv_head * k_head
+    v += batch * v_batch + kv_head * v_head
+
+    offset = keys - queries
+    last_far = tl.where(valid, query + offset - window, -1)  # the last far key of each row
+    first_position = tl.maximum(offset, offset - lead + group * QUERIES)
+    far_keys = tl.maximum(first_position - window + 1, 0)
+    end_block = tl.maximum(far_keys // BLOCK_SIZE, FIRST_BLOCK)
+    chosen = tl.minimum(end_block - FIRST_BLOCK, BLOCKS)
+    last_position = tl.minimum(offset - lead + (group + 1) * QUERIES, keys) - 1
+    stop = last_position - window + 1  # after the last far key of the group
+
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
+    index += ((batch * tl.num_programs(1) + kv_head) * count + group) * BLOCKS
+    PARTS: tl.constexpr = (BLOCK_SIZE + COLUMNS - 1) // COLUMNS
+    for step in tl.range(0, chosen * PARTS):
+        within = (step % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.load(index + step // PARTS) * BLOCK_SIZE + within
+        column = tl.where(within < BLOCK_SIZE, column, -1)
+        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, (column >= 0)[None, :],
+                                            k_row, v_row, scale, lane, value_lane, BLOCK_SIZE % COLUMNS != 0,
+                                            IEEE)  # fmt: skip
+    for start in tl.range(0, tl.minimum(FIRST_BLOCK * BLOCK_SIZE, stop), COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        column = tl.where(column < tl.minimum(FIRST_BLOCK * BLOCK_SIZE, stop), column, -1)
+        visible = (column >= 0)[None, :] & (column[None, :] <= last_far[:, None])
+        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible,
+                                            k_row, v_row, scale, lane, value_lane, True, IEEE)  # fmt: skip
+    for start in tl.range(end_block * BLOCK_SIZE, stop, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        column = tl.where(column < stop, column, -1)
+        visible = (column >= 0)[None, :] & (column[None, :] <= last_far[:, None])
+        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible,
+                                            k_row, v_row, scale, lane, value_lane, True, IEEE)  # fmt: skip
+
+    seen = row_sum > 0
+    total = tl.where(seen, row_sum, 1.0)
+    place = (batch * heads + head) * queries + query64
+    tl.store(lse + place, tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf")), mask=valid)
+    acc = acc / total[:, None]
+    out_pointer = out + place[:, None] * VALUE_SIZE + value_lane[None, :]
+    tl.store(out_pointer, acc.to(out.dtype.element_ty), mask=valid[:, None])

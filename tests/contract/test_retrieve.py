@@ -1,0 +1,116 @@
+"""Far keys by choice with laws, masks of rows and sizes of all kinds, against the dense reference; and its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import isentrope as ise
+from isentrope.backends.blocks import gathered
+from isentrope.block_selection import select_blocks
+from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SETTINGS, Setting, build, run
+from tests.contract.test_fast import error, hopper, interprets
+from tests.contract.test_matrix import check
+
+CHOOSING = tuple(setting for setting in SETTINGS if setting.rows != "position_ids")
+KERNEL_TEXTS = (
+    "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8",
+    "selfextend:window=20,group=4+logn:train_length=16+share:beta=1,reference=8+retrieve:blocks=2,size=24,sinks=5,queries=9",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", RETRIEVES)
+@pytest.mark.parametrize("position", FAR_POSITIONS)
+def test_backends_agree_with_reference(position, choice, monkeypatch):
+    """Laws, scores and settings by turns."""
+    monkeypatch.setattr(gathered, "MAX_TILE_ELEMENTS", {"cpu": 1 << 14})  # several tiles even at these sizes
+    turn = FAR_POSITIONS.index(position) * 5 + RETRIEVES.index(choice) * 3
+    for law in ("", *FAR_LAWS):
+        turn += 1
+        setting = CHOOSING[turn % len(CHOOSING)]
+        recipe = build(position, law, "", SCORES[turn % len(SCORES)], setting)
+        recipe = replace(recipe, retrieve=ise.Recipe.parse(f"{position}+{choice}").retrieve)
+        check(recipe, setting, True, ("blocks", "dense")[turn % 2], run(recipe, setting, True, "reference"))
+
+
+@pytest.mark.parametrize("setting", CHOOSING, ids=str)
+def test_every_setting(setting):
+    for choice in RETRIEVES[:2]:
+        recipe = build("rerope:window=8", f"infoscale:train_length=16+{choice}", "", "", setting)
+        check(recipe, setting, True, "blocks", run(recipe, setting, True, "reference"))
+
+
+def check_kernel(text, setting, dtype, device):
+    q, k, v = setting.tensors(dtype, device)
+    given = {"causal": True, "return_lse": True}
+    with torch.no_grad():
+        actual, aux = ise.attention(q, k, v, text, backend="blocks", **given)
+        # the same blocks: products in half precision may rank two blocks the other way round
+        exact = ise.attention(q, k, v, text, backend="reference", **given)
+    bound = 5e-5 if dtype == torch.float32 else 2e-2
+    assert error(actual, exact[0].double()) < bound and error(aux.lse, exact[1].lse.double()) < bound
+
+
+@interprets
+@pytest.mark.parametrize(
+    "setting", [Setting(70, 110, batch=1, heads=6, d=32, dv=32), Setting(1, 150, d=32, dv=64)], ids=str
+)
+@pytest.mark.parametrize("text", KERNEL_TEXTS)
+def test_kernel_interpreted(text, setting):
+    check_kernel(text, setting, torch.float32, "cpu")
+
+
+@interprets
+def test_scores_interpreted():
+    from isentrope.backends.blocks.score_kernel import launch
+
+    q, k, _ = Setting(37, 90, d=32).tensors(torch.float32)
+    for size in (18, 15, 45):
+        expected = (q @ k.repeat_interleave(2, 1).mT).unflatten(-1, (-1, size)).amax(-1)
+        torch.testing.assert_close(launch(q, k, size), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("text", KERNEL_TEXTS)
+def test_kernel(text, d, dtype):
+    for setting in (
+        Setting(333, 333, heads=6, d=d, dv=d),
+        Setting(1, 700, heads=6, d=d, dv=d),
+        Setting(77, 500, d=d, dv=d),
+    ):
+        check_kernel(text, setting, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu():
+    setting = Setting(200, 200, heads=6, d=64, dv=64)
+    results = []
+    for backend in ("reference", "blocks"):
+        q, k, v = (x.requires_grad_() for x in setting.tensors(torch.float32, "cuda"))
+        out = ise.attention(q, k, v, KERNEL_TEXTS[0], causal=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, expected in zip(*results[::-1], strict=True):
+        assert error(ours, expected.double()) < 1e-3
+
+
+@pytest.mark.gpu
+@hopper
+def test_long_rows_on_a_gpu():
+    """The default options at a length at which groups are scored in several chunks; memory stays linear."""
+    text = "rerope:window=4096+retrieve"
+    q, k, v = Setting(65536, 65536, batch=1, heads=9, kv_heads=3, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        out, aux = ise.attention(q, k, v, text, causal=True, return_lse=True)
+    assert aux.backend == "blocks" and torch.cuda.max_memory_allocated() - before < 4 << 30
+    index = select_blocks(q, k, text)
+    assert index.shape == (1, 3, 2048, 16) and (index[0, :, -1] >= 1).all()
+    # the last group alone chooses the same blocks, and is small enough for dense attention
+    last = ise.attention(q[:, :, -32:], k, v, text, causal=True, backend="dense")
+    assert error(out[:, :, -32:], last.double()) < 2e-2
