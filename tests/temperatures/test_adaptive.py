@@ -121,3 +121,21 @@ def test_half_precision_is_off_by_what_the_entropy_is(backend):
 def test_bad_coefficients(bad):
     with pytest.raises(ValueError, match=r"Adaptive\(coefficients=…\): expected 1 to 16 numbers"):
         ise.Adaptive(bad)
+
+
+@pytest.mark.parametrize("score", ["representative", "votes"])
+def test_over_chosen_far_keys(score):
+    """Blocks are chosen without τ; H is that of the attention over what was chosen."""
+    q, k, v = qkv(2, keys=60)
+    plain = f"rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4,score={score}"
+    law = ise.Adaptive((0.5, 0.7))
+    options = {"causal": True, "return_entropy": True}
+    _, before = attention(q, k, v, plain, backend="reference", **options)
+    out, aux = attention(q, k, v, f"{plain}+{law}", backend="reference", **options)
+    weights = attention(q, k, torch.eye(60, dtype=torch.float64).expand(2, 2, -1, -1), plain, causal=True)
+    scores = torch.where(weights > 0, weights.log(), -torch.inf) * law.by_entropy(before.entropy)[..., None]
+    assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1), rtol=0, atol=1e-12)
+    for backend in ("dense", "blocks"):
+        ours, entropy = attention(q, k, v, f"{plain}+{law}", backend=backend, **options)
+        assert_close(ours, out, rtol=0, atol=1e-12)
+        assert_close(entropy.entropy, aux.entropy, rtol=0, atol=1e-12)

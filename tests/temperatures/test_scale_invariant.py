@@ -83,3 +83,8 @@ def test_options():
     for bad in (0, -1, None, "10", float("nan"), 10**400):
         with pytest.raises(ValueError, match=r"ScaleInvariant\(distance=…\): expected a number ≥ 0.001"):
             ise.ScaleInvariant(bad)
+
+
+def test_chosen_far_keys_have_no_scores_by_distance():
+    with pytest.raises(ValueError, match="scaleinvariant cannot be joined with a choice of far keys; leave out"):
+        ise.Recipe.parse("rerope:window=8+retrieve+scaleinvariant")
