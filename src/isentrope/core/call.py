@@ -177,8 +177,7 @@ class FoldedBranch:
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""
-        laws = {"slopes": self.slopes, "chosen": self.chosen, "distance_law": self.distance_law}
-        branch = RotatedBranch(self.region, **laws)
+        branch = RotatedBranch(self.region, slopes=self.slopes, chosen=self.chosen, distance_law=self.distance_law)
         return AttentionCall(self.q, self.k, self.v, self.layout, [branch], self.scale)
 
     @property

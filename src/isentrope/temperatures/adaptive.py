@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp
-from numbers import Real
 from typing import Any
 
 import torch
@@ -67,4 +66,5 @@ class Adaptive(Part):
 
 
 def _is_coefficient(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and -MAX_COEFFICIENT <= value <= MAX_COEFFICIENT
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= MAX_COEFFICIENT
