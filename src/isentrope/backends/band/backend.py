@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isentrope.backends.merge import MergedBackend, add_offset
+from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset
 from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
@@ -64,18 +64,20 @@ class BandBackend(SDPABackend):
         return self.refusal(call) is None and (plan := _get_plan(call)) is not None and plan.far_branch is None
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        return MergedBackend.forward(self, call, need_lse) if call.needs_grad else self.run_kernel(call)
+
+    def run_kernel(self, call: AttentionCall, far: PartialOutput | None = None) -> tuple[Tensor, Tensor]:
+        """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
         from isentrope.backends.band.kernel import launch
 
-        if call.needs_grad:
-            return MergedBackend.forward(self, call, need_lse)
         plan = _get_plan(call)
         assert plan is not None
         near = call.branches[plan.near_branch]
         k = call.fold_keys(near)
         sink = near if plan.sink_branch is None else call.branches[plan.sink_branch]
         sink_keys = k if sink is near else call.fold_keys(sink, plan.sinks)
-        far = None
         if plan.far_branch is not None:
+            assert far is None
             branch = replace(call.branches[plan.far_branch], region=Region((plan.far_span,)))
             far = add_offset(self.forward_branch(call.fold_branch(branch)), branch.offset)
         return launch(
