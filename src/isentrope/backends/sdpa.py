@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.merge import MergedBackend, PartialOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
-from isentrope.core.chunk_tiles import ChunkTiles, find_tiles
+from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
@@ -226,16 +226,21 @@ def _forward_chunks(branch: FoldedBranch, tiles: list[ChunkTiles]) -> PartialOut
     first = min((batch.corner.first for batch in tiles), default=0)
     rows, size = branch.q.shape[2] - first, branch.v.shape[-1]
     lse = torch.full((*branch.q.shape[:2], rows), -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
-    out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype)
+    summed = share_queries(tiles)
+    out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype if summed else None)
     for batch, tile in _chunk_tiles(branch, tiles):
         tile_out, tile_lse = _forward_tile(tile)
         shifted = batch.shift_rows(-first)
         o, total = shifted.view_rows(out), shifted.view_rows(lse)
         tile_out, tile_lse = (x.unflatten(0, o.shape[:2]) for x in (tile_out[..., :size], tile_lse))
-        merged = torch.logaddexp(total, tile_lse)  # finite: every query of a rectangle sees a key
-        o.mul_(torch.exp(total - merged)[..., None])
-        o.add_(tile_out * torch.exp(tile_lse - merged)[..., None])
-        total.copy_(merged)
+        if summed:
+            merged = torch.logaddexp(total, tile_lse)  # finite: every query of a rectangle sees a key
+            o.mul_(torch.exp(total - merged)[..., None])
+            o.add_(tile_out * torch.exp(tile_lse - merged)[..., None])
+            total.copy_(merged)
+        else:
+            o.copy_(tile_out)
+            total.copy_(tile_lse)
     return PartialOutput(out.to(branch.v.dtype), lse, first)
 
 
