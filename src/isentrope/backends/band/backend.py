@@ -1,7 +1,8 @@
 """Windows, with first keys and far keys beside them: a Triton kernel for the band around the diagonal.
 
 It rotates and scales queries in registers, takes in the first keys on the way, and merges far keys, a triangle that
-PyTorch's fastest kernel computes, into its output. Keys are folded beforehand, since many blocks of queries read each.
+PyTorch's fastest kernel computes, into its output. Last queries that see a far corner beside it go to those kernels.
+Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 """
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isentrope.backends.band.corner import split_corner
 from isentrope.backends.merge import MergedBackend, add_offset
 from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import SDPABackend
@@ -55,7 +57,7 @@ class BandBackend(SDPABackend):
             return reason
         if (plan := _get_plan(call)) is None:
             return "it takes whole rows that see a window, first keys and a triangle of far ones"
-        if call.needs_grad and (plan.far_branch is None or plan.sinks):
+        if call.needs_grad and (plan.far_branch is None or plan.sinks or split_corner(call) is not None):
             return "it has no backward but of a window with a triangle of far keys"
         return None
 
@@ -68,6 +70,8 @@ class BandBackend(SDPABackend):
 
         if call.needs_grad:
             return MergedBackend.forward(self, call, need_lse)
+        if (parts := split_corner(call)) is not None:
+            return self._forward_parts(*parts, need_lse)
         plan = _get_plan(call)
         assert plan is not None
         near = call.branches[plan.near_branch]
@@ -83,6 +87,12 @@ class BandBackend(SDPABackend):
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
 
+    def _forward_parts(self, most: AttentionCall, last: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute the queries before a far corner with the kernel, and the few that see it with SDPA's."""
+        parts = [self.forward(most, need_lse), SDPABackend().forward(last, True)]
+        lses = [lse for _, lse in parts if lse is not None]
+        return torch.cat([out for out, _ in parts], 2), torch.cat(lses, 2) if len(lses) == 2 else None
+
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Compute folded branches, a window and a triangle of far keys, for the merged backward."""
         from isentrope.backends.band.kernel import launch
@@ -96,6 +106,8 @@ class BandBackend(SDPABackend):
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:
+    if (parts := split_corner(call)) is not None:
+        call = parts[0]
     layout = call.layout
     if not layout.plain:
         return None
