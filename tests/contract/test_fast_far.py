@@ -34,6 +34,7 @@ FAR_LAWS = (
     "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
     f"leakyrerope:window=24,leak=4+power:train_length=16,gamma={TABLE},keys=far+share:beta={TABLE},reference=4",
     "selfextend:window=24,group=4+infoscale:train_length=16,keys=near+share:beta=1,reference=30,count=visible",
+    "dpe:window=24,scales=(1,4,2)+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
     "rerope:window=24+cosine:alpha=16+logn:train_length=64,keys=near+ssmax:heads=6,bias=True,keys=far+share:beta=-0.5",
 )
 # positions that depend on the length; the tail of LaMPE is a third branch, which few queries see

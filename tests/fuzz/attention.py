@@ -147,6 +147,8 @@ def position(make: random.Random, d: int) -> str:
             f"rerope:window={window}", f"leakyrerope:window={window},leak={make.choice((1, 3, 16))}",
             f"selfextend:window={window},group={make.choice((1, 3, 8))}", f"dualchunk:chunk={window + 1}",
             f"string:shift={window}", f"clex:dim={d},train_length={max(8, length)}",
+            f"dpe:window={window},scales={make.choice(((3,), (1, 8)))}", f"resonance:factor=4,original_length={length}",
+            f"cope:original_length={length}",
         )
     )  # fmt: skip
     if name in ("", "nope", "alibi") or name.startswith("clex") or not options:

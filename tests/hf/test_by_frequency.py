@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import Phi3Config, Phi3ForCausalLM
 
 import isentrope as ise
-from tests.fixtures.dense_llama import dense_logits, theta
+from tests.fixtures.dense_llama import dense_logits, dpe, theta
 from tests.fixtures.families import FAMILIES, logits
 from tests.fixtures.generation import SIZES, extended, greedy, in_chunks, padded, rows_of, whole
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -169,30 +169,19 @@ def test_frequencies_of_a_model_are_changed(recipe, change, rope):
 
 # --- DPE --------------------------------------------------------------------------------------------------------------
 
-WINDOW, SCALES = 24, (1, 2, 8)
-DPE = f"dpe:window={WINDOW},scales={SCALES}"
-
-
-def by_group(i, j):
-    """Distances (…, pairs): pairs 0 and 1 in the first group, one in each of the others."""
-    far = [i // s - j // s + WINDOW - WINDOW // s for s in (1, 1, 2, 8)]
-    return torch.stack([torch.where(i - j < WINDOW, i - j, x) for x in far], -1)
+DPE = "dpe:window=24,scales=(1,2,8)"  # two of four pairs in the first group
 
 
 def test_dpe_against_a_model_written_out():
     model, ids = llama().double(), tokens(2, LENGTH)
     with torch.no_grad():
-        expected = dense_logits(model, ids, theta=theta(), distance=by_group)
+        expected = dense_logits(model, ids, theta=theta(), distance=dpe)
     plain = logits(model, ids)
     assert (expected - plain).abs().max() > 1e-2
     with ise.extended(model, DPE):
         assert_close(logits(model, ids), expected, **ROUNDED)
         assert_close(in_chunks(model, ids, (40, 30, 19, 1)), expected, **ROUNDED)
         assert torch.equal(greedy(model, ids[:, :60]), greedy(model, ids[:, :60], use_cache=False))
-        jumps = torch.arange(LENGTH).add(torch.arange(LENGTH).ge(50) * 37).expand(2, -1)  # as PoSE draws them
-        with torch.no_grad():
-            skipped = dense_logits(model, ids, theta=theta(), distance=by_group, at=jumps)
-            assert_close(model(ids, position_ids=jumps).logits, skipped, **ROUNDED)
 
 
 def test_dpe_in_a_padded_batch():

@@ -18,6 +18,8 @@ RECIPES = (
     "rerope:window=48+infoscale",
     "leakyrerope:window=48+infoscale:keys=near+power:keys=far+share",
     "selfextend:window=48,group=4+infoscale",
+    "dpe:window=48,scales=(1,2,2,4,8,8,4,16)+logn:keys=far+share",
+    "longrope:factors=(1,1,1,1,2,2,2,2,3,3,3,3,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4,4),original_length=64",
     "sink:sinks=4,size=48",
     "rerope:window=48+lambda:sinks=5,window=48",
     "window:size=48+logn",

@@ -8,6 +8,7 @@ import torch
 import isentrope as ise
 from tests.fixtures.dense_llama import (
     dense_logits,
+    dpe,
     first_and_near,
     infoscale,
     leaky,
@@ -30,6 +31,9 @@ ORACLES = {
     "rerope:window=32+infoscale": {"theta": theta(), "distance": rerope(32), "tau": infoscale},
     "leakyrerope:window=32": {"theta": theta(), "distance": leaky},
     "selfextend:window=32,group=4": {"theta": theta(), "distance": selfextend},
+    "dpe:window=24,scales=(1,2,8)": {"theta": theta(), "distance": dpe},
+    "longrope:factors=(1,2,3,4),short=(1,1,1,1)": {"theta": theta() / torch.arange(1, 5)},
+    "cope:clip=3": {"theta": theta() * torch.tensor([1, 1, 0.5, 0])},
     "window:size=24": {"theta": theta(), "seen": first_and_near(0, 24)},
     "window:size=70+logn": {"theta": theta(), "seen": first_and_near(0, 70), "tau": logn},
     "sink:sinks=4,size=24": {"theta": theta(), "distance": streaming, "seen": first_and_near(4, 24)},

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast, Trainer
 
 import isentrope as ise
-from tests.fixtures.dense_llama import dense_logits, infoscale, leaky, rerope, selfextend, theta
+from tests.fixtures.dense_llama import dense_logits, dpe, infoscale, leaky, rerope, selfextend, theta
 from tests.fixtures.finetuning import arguments, examples, stacked
 from tests.fixtures.models import TRAINED, VOCABULARY, llama, tokens
 
@@ -124,6 +124,7 @@ POSED = {
     "rerope:window=32+infoscale:train_length=64": {"theta": theta(), "distance": rerope(32), "tau": infoscale},
     "leakyrerope:window=32": {"theta": theta(), "distance": leaky},
     "selfextend:window=32,group=4": {"theta": theta(), "distance": selfextend},
+    "dpe:window=24,scales=(1,2,8)": {"theta": theta(), "distance": dpe},
 }
 
 

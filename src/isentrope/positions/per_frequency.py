@@ -17,9 +17,12 @@ from isentrope.positions.regions import NearAndFar
 class DPE(NearAndFar):
     """Distance Δ for |Δ| < w; beyond, ⌊i/s_g⌋ + w - ⌊w/s_g⌋ against ⌊j/s_g⌋ for pairs of group g (Lu et al., 2025).
 
-    The pairs are divided evenly into as many groups as there are `scales`, the fastest first; eight in the paper. A
-    single scale is SelfExtend with that group. The paper finds each group's scale by search, from twice the extension
-    in all of them: `isentrope.calibration.scales.search_scales`.
+    Pair m of P is in group ⌊m G / P⌋ of G, the fastest pairs first. A single scale is SelfExtend with that group.
+
+    Attributes:
+        window: w; n_tr / 8 in the paper.
+        scales: s_g, as many as there are groups, eight in the paper. They have no default: the paper finds them on a
+            model by search, as `isentrope.calibration.scales.search_scales` does, from twice the extension in all.
     """
 
     scales: tuple[int, ...]
@@ -27,6 +30,9 @@ class DPE(NearAndFar):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, "scales", 1, int(MAX_FACTOR))
+
+    def idle(self, length: int) -> bool:
+        return super().idle(length) or set(self.scales) == {1}
 
     def far(self, query: Tensor, key: Tensor, sign: int, lengths: Lengths) -> RotaryPair:
         w = self.window
