@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from inputs import PLAIN, Inputs
 from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, times, upper_half
-from methods import ALIBI, Method, branched, chunked, folded, million, windowed, with_far_law
+from methods import ALIBI, Method, branched, chunked, folded, mapped, million, windowed, with_far_law
 
 import isentrope as ise
 from isentrope.core.caching import clear_caches
@@ -45,6 +45,7 @@ def attention(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     planned += [(m, (size.middle, size.long), 1.12) for window in size.windows for m in branched(window)]
     planned += [(m, (size.middle, size.long), 1.12) for m in chunked(size.windows[-1])]
     planned.append((ALIBI, (size.middle, size.long), None))
+    planned += [(m, (size.middle, size.long), 1.12) for m in mapped(size.windows[0])]
     for n in every:
         for method, lengths, target in planned:
             if n in lengths:

@@ -46,6 +46,20 @@ def branched(window: int) -> list[Method]:
     ]
 
 
+def mapped(window: int) -> list[Method]:
+    """Methods whose far positions follow from the length, or differ by frequency."""
+    train_length = 2 * window
+    return [
+        Method(f"SelfExtend {window}, reach ¾", f"selfextend:window={window},reach=0.75,train_length={train_length}"),
+        Method(
+            f"Leaky ReRoPE {window}, reach ¾", f"leakyrerope:window={window},reach=0.75,train_length={train_length}"
+        ),
+        Method(f"Jet-Long {window}", f"jetlong:window={window},train_length={train_length}"),
+        Method(f"LaMPE {window // 4}", f"lampe:window={window // 4},train_length={train_length}"),
+        Method(f"DPE {window}", f"dpe:window={window},scales=(1,8)"),
+    ]
+
+
 def chunked(window: int) -> list[Method]:
     """Dual Chunk Attention with chunks of 3/2 windows, and STRING."""
     return [

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from measure import Call, Job, Row, Sizes, compared, gpu_times
-from methods import branched, with_far_law
+from methods import branched, chunked, mapped, with_far_law
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
@@ -49,6 +49,10 @@ def decoding(size: Sizes, model: str | None = None, gguf_file: str | None = None
             for how, work in ways:
                 label = f"{name}, batch {batch}, {how}"
                 yield Job("decoding", label, n, partial(work, size, make, recipe, batch, n))
+    for method in (*mapped(window), *chunked(window)):
+        yield Job("decoding", f"{method.name}, prompt", n, partial(_prompt, size, make, method.recipe, n))
+        label, (how, work) = f"{method.name}, batch {size.batches[0]}", ways[-1]
+        yield Job("decoding", f"{label}, {how}", n, partial(work, size, make, method.recipe, size.batches[0], n))
     if size.device == "cuda":
         method = branched(window)[0]
         changed = with_far_law(method, size.train_length)

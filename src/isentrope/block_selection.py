@@ -25,6 +25,7 @@ from isentrope.recipe import Recipe, as_recipe
 
 # of groups, or queries, against all keys that they choose from
 MAX_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+MIN_CHUNK_GROUPS, MAX_CHUNKS = 128, 16  # where more groups would fit
 
 
 def select_blocks(q: Tensor, k: Tensor, recipe: Recipe | str, *, scale: float | None = None) -> Tensor:
@@ -130,7 +131,8 @@ class _Representatives:
     def count_groups(self) -> int:
         """Return how many groups to score at once."""
         columns = self.groups.keys // self.groups.choice.size + 1 if self.fused else self.groups.keys
-        return _limit_rows(self.mean, columns)
+        # keys that only later groups may choose are scored for all groups of a chunk
+        return min(_limit_rows(self.mean, columns), max(MIN_CHUNK_GROUPS, self.groups.count // MAX_CHUNKS))
 
     def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
         """Return scores (batch, heads, groups, blocks) of some groups for the blocks of some keys."""

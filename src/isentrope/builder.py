@@ -24,7 +24,7 @@ from isentrope.recipe import Recipe
 from isentrope.scores import Dot
 from isentrope.share import Share
 from isentrope.temperatures import Temperature
-from isentrope.utils.messages import format_value
+from isentrope.utils.messages import format_value, truncate
 
 T = TypeVar("T")
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of a score
@@ -186,7 +186,7 @@ def _set_choice(branches: list[RotatedBranch], inputs: Inputs, recipe: Recipe, l
     if len(spans) != 1 or spans[0] != Span(high=spans[0].high):
         raise ValueError(
             "retrieve: expected a position method and masks that leave every key beyond one window to choose from, "
-            f"got {recipe}; leave out the mask, or retrieve"
+            f"got {truncate(str(recipe))}; use it with rerope:window=… and no mask"
         )
     window = 1 - int(spans[0].high)
     if not choice.hides_keys(layout.keys, window):

@@ -14,6 +14,8 @@ from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SE
 from tests.contract.test_fast import error, hopper, interprets
 from tests.contract.test_matrix import check
 
+# a tail of LaMPE has far keys of another kind, which are refused
+ONE_WINDOW = tuple(text for text in FAR_POSITIONS if "tail=" not in text)
 CHOOSING = tuple(setting for setting in SETTINGS if setting.rows != "position_ids")
 KERNEL_TEXTS = (
     "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8",
@@ -22,11 +24,11 @@ KERNEL_TEXTS = (
 
 
 @pytest.mark.parametrize("choice", RETRIEVES)
-@pytest.mark.parametrize("position", FAR_POSITIONS)
+@pytest.mark.parametrize("position", ONE_WINDOW)
 def test_backends_agree_with_reference(position, choice, monkeypatch):
     """Laws, scores and settings by turns."""
     monkeypatch.setattr(gathered, "MAX_TILE_ELEMENTS", {"cpu": 1 << 14})  # several tiles even at these sizes
-    turn = FAR_POSITIONS.index(position) * 5 + RETRIEVES.index(choice) * 3
+    turn = ONE_WINDOW.index(position) * 5 + RETRIEVES.index(choice) * 3
     for law in ("", *FAR_LAWS):
         turn += 1
         setting = CHOOSING[turn % len(CHOOSING)]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from isentrope.cli import app
+from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.experiments import comparison_runner
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.comparison_plan import load_comparison
 from isentrope.experiments.comparison_runner import run_comparison
 from tests.fixtures.commands import assert_one_line
 
+ROOT = Path(__file__).parents[2]
 LLAMA = str(SHIPPED_MODELS / "llama")
 PLAN = """
 title: A small one
@@ -134,6 +137,19 @@ def test_mistakes_in_a_plan(tmp_path, before, after, words):
     path.write_text(PLAN.replace(before, after, 1))
     with pytest.raises(ValueError, match=re.escape(words)):
         load_comparison(path)
+
+
+COMING = ("adaptive", "scaleinvariant")  # parts that plans list before there are any
+PLANS = sorted(path for folder in ("share", "frontier") for path in (ROOT / "docs" / "results" / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_plans_of_the_documentation_load(path):
+    plan = load_comparison(path)
+    assert path.read_text().startswith(f"# isentrope compare {path.relative_to(ROOT)} --model ")
+    for recipe in plan.recipes:
+        if not recipe.partition("+")[0].startswith(COMING) and not recipe.endswith(COMING):
+            parse_recipe(recipe, train_length=256)
 
 
 def test_mistakes_end_in_one_line(folder):

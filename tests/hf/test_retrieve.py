@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import isentrope as ise
+from isentrope.analysis.observe import observe_blocks
 from tests.fixtures.generation import extended, greedy, in_chunks, padded, rows_of, whole
 from tests.fixtures.models import llama, tokens
 
@@ -50,6 +51,18 @@ def test_description_and_saving(tmp_path):
     ids = tokens(1, LENGTH)
     assert torch.equal(whole(loaded, ids), whole(model, ids))
     assert str(ise.Recipe.from_dict(ise.Recipe.parse(TEXT.format(queries=8)).to_dict())) == TEXT.format(queries=8)
+
+
+def test_chosen_blocks_can_be_observed():
+    model = extended(TEXT.format(queries=8))
+    layers = observe_blocks(model, tokens(2, LENGTH))
+    assert len(layers) == 2
+    for index in layers:
+        assert index.shape == (2, 2, 6, 2)
+        assert index[:, :, 0].eq(-1).all()  # nothing is far yet
+        last = index[:, :, -1]  # its first query is 40, so that blocks of 4 from 1 to 7 are far
+        assert (last >= 1).all() and (last <= 7).all() and (last[..., 0] < last[..., 1]).all()
+    assert observe_blocks(extended(TEXT.format(queries=8)), tokens(1, 16)) == [None, None]
 
 
 def test_gradients_reach_all_weights():

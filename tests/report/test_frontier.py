@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from isentrope.report.html.page import write_page
 from tests.fixtures.commands import assert_one_line
 from tests.report.test_page import BROWSER, opened
 
+ROOT = Path(__file__).parents[2]
 MODEL = {"name": "small", "type": "llama", "dtype": "float32"}
 EDGES = [0, 10, 20, 40]
 # mean loss in each bucket, by kind, recipe and document
@@ -141,6 +144,18 @@ def test_the_report_has_a_section_for_each_comparison(folder):
     page = (folder.parent / "report.html").read_text()
     assert page.count('<section class="plan"') == 2 and page.count("data:image/svg+xml") == 2
     assert page.count('href="#comparison-') == 2 and "later:size=3" in page
+
+
+def test_the_tables_of_a_readme_are_written_from_the_files(folder, monkeypatch):
+    readme = folder.with_name("README.md")
+    readme.write_text(
+        "# A\n<!-- summary -->\nold\n<!-- end -->\n\n<!-- small-4x -->\n<!-- end -->\n<!-- b -->\n<!-- end -->\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--folder", str(folder.parent)])
+    runpy.run_path(str(ROOT / "docs" / "results" / "frontier" / "tables.py"), run_name="__main__")
+    text = readme.read_text()
+    assert "old" not in text and text.count("Not measured yet.") == 1 and "(small-4x/frontier.png)" in text
+    assert "| `rerope` | **3 of 4 · 1.65** |" in text and "| *plain inside its length* | 4 of 4 · 1 |" in text
 
 
 PHONE = """

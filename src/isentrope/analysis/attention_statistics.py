@@ -82,7 +82,7 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
         Two histograms in fp64, summed over rows, heads and queries: of visible pairs, which adds up to their number,
         and of attention over them, which adds up to the number of queries that see any key.
     """
-    branches = _fold_branches(captured)
+    branches = fold_branches(captured)
     angles = [
         replace(
             branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None, offset=None
@@ -113,7 +113,7 @@ def log_attention_map(
     """
     if pool not in ("mean", "max"):
         raise ValueError(f"pool: expected 'mean' or 'max', got {pool!r}")
-    branches, (down, across) = _fold_branches(captured), window.block
+    branches, (down, across) = fold_branches(captured), window.block
     cells = []
     for rows in _split_rows(captured, window.first, window.last, down):
         logs = _select_heads(_log_weights(branches, rows), window, head)
@@ -136,7 +136,7 @@ def score_map(
     (cells, cells): means over heads, and over the visible pairs that share a cell; nan (None) where nothing is visible.
     """
     branches, (down, across) = (
-        _fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None, share=None))),
+        fold_branches(replace(captured, recipe=replace(captured.recipe, temperature=None, share=None))),
         window.block,
     )
     cells, least, most = [], inf, -inf
@@ -163,7 +163,7 @@ def _inputs(captured: CapturedAttention) -> Inputs:
     return Inputs(captured.q, captured.k, captured.k, mask, causal, layout=captured.layout, scale=scale)
 
 
-def _fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
+def fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
     """Build the branches that a backend would compute, with everything folded into queries and keys."""
     captured = _to_accumulation_dtype(captured)
     with autocast_disabled(captured.q):

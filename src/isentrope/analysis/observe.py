@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isentrope.analysis.attention_statistics import head_entropy, uniform_entropy
+from isentrope.analysis.attention_statistics import fold_branches, head_entropy, uniform_entropy
 from isentrope.hf.capture import CapturedAttention, capture_attention
 from isentrope.models.gau.modeling import GatedAttentionUnit
 
@@ -29,6 +29,27 @@ def head_entropies(model: nn.Module, input_ids: Tensor) -> list[Tensor]:
     entropies: list[Tensor] = []
     run_observed(model, input_ids, lambda captured: entropies.append(head_entropy(captured)))
     return entropies
+
+
+def observe_blocks(model: Any, input_ids: Tensor) -> list[Tensor | None]:
+    """Return the blocks of far keys that each layer of a model chooses in one pass over tokens.
+
+    Args:
+        model: a transformers model extended with a recipe that has `Retrieve`.
+        input_ids: (batch, n), without padding.
+
+    Returns:
+        For each layer, block numbers (batch, kv_heads, groups, blocks) as `block_selection.select_blocks` returns them;
+        None for a layer that chooses nothing at this length.
+    """
+    layers: list[Tensor | None] = []
+
+    def observe(captured: CapturedAttention) -> None:
+        branches = fold_branches(captured)
+        layers.append(next((branch.chosen.index for branch in branches if branch.chosen is not None), None))
+
+    run_observed(model, input_ids, observe)
+    return layers
 
 
 def run_observed(model: Any, input_ids: Tensor, observe: Callable[[CapturedAttention], None]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.band.corner import split_corner
-from isentrope.backends.merge import MergedBackend, add_offset
+from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset
 from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
@@ -66,20 +66,23 @@ class BandBackend(SDPABackend):
         return self.refusal(call) is None and (plan := _get_plan(call)) is not None and plan.far_branch is None
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        from isentrope.backends.band.kernel import launch
-
         if call.needs_grad:
             return MergedBackend.forward(self, call, need_lse)
-        if (parts := split_corner(call)) is not None:
-            return self._forward_parts(*parts, need_lse)
+        parts = split_corner(call)
+        return self.run_kernel(call) if parts is None else self._forward_parts(*parts)
+
+    def run_kernel(self, call: AttentionCall, far: PartialOutput | None = None) -> tuple[Tensor, Tensor]:
+        """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
+        from isentrope.backends.band.kernel import launch
+
         plan = _get_plan(call)
         assert plan is not None
         near = call.branches[plan.near_branch]
         k = call.fold_keys(near)
         sink = near if plan.sink_branch is None else call.branches[plan.sink_branch]
         sink_keys = k if sink is near else call.fold_keys(sink, plan.sinks)
-        far = None
         if plan.far_branch is not None:
+            assert far is None
             branch = replace(call.branches[plan.far_branch], region=Region((plan.far_span,)))
             far = add_offset(self.forward_branch(call.fold_branch(branch)), branch.offset)
         return launch(
@@ -87,11 +90,11 @@ class BandBackend(SDPABackend):
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
 
-    def _forward_parts(self, most: AttentionCall, last: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
         """Compute the queries before a far corner with the kernel, and the few that see it with SDPA's."""
-        parts = [self.forward(most, need_lse), SDPABackend().forward(last, True)]
-        lses = [lse for _, lse in parts if lse is not None]
-        return torch.cat([out for out, _ in parts], 2), torch.cat(lses, 2) if len(lses) == 2 else None
+        parts = self.run_kernel(most), SDPABackend().forward(last, True)
+        assert parts[1][1] is not None
+        return torch.cat((parts[0][0], parts[1][0]), 2), torch.cat((parts[0][1], parts[1][1]), 2)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Compute folded branches, a window and a triangle of far keys, for the merged backward."""

@@ -5,16 +5,21 @@ Near keys are computed by the band kernel, or PyTorch's kernels, and merged with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from isentrope.backends.band.backend import BandBackend
 from isentrope.backends.blocks.gathered import backward_gathered, forward_gathered
-from isentrope.backends.merge import MergedBackend, PartialOutput
+from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset, merge
 from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import can_run_triton
+from isentrope.core.layout import get_layout
+from isentrope.core.region import Region
+from isentrope.core.rotation import Angles
 
 
 class BlocksBackend(BandBackend):
@@ -29,11 +34,21 @@ class BlocksBackend(BandBackend):
         return None if reason is None else reason.replace("use 'chunked'", "use 'dense'")
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        if not call.needs_grad and BandBackend.refusal(self, call) is None:
-            return BandBackend.forward(self, call, need_lse)
-        if all(branch.chosen is None for branch in call.branches):
-            return SDPABackend.forward(self, call, need_lse)
-        return MergedBackend.forward(self, call, need_lse)
+        chosen = [branch for branch in call.branches if branch.chosen is not None]
+        if not chosen:
+            takes_band = BandBackend.refusal(self, call) is None and not call.needs_grad
+            return (BandBackend if takes_band else SDPABackend).forward(self, call, need_lse)
+        if call.needs_grad:
+            return MergedBackend.forward(self, call, need_lse)
+        far = add_offset(self.forward_branch(call.fold_branch(chosen[0])), chosen[0].offset)
+        near = _take_near(call)
+        if near is None:
+            return far.out, far.lse
+        if BandBackend.refusal(self, near) is None:
+            return self.run_kernel(near, far)
+        out, lse = SDPABackend.forward(self, near, need_lse=True)
+        assert lse is not None
+        return merge([PartialOutput(out, lse), far], call.layout.queries)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         return SDPABackend.forward_branches(self, branches)  # those of a call with gradients
@@ -53,6 +68,29 @@ class BlocksBackend(BandBackend):
         if branch.chosen is None:
             return super().backward_branch(branch, grad, out, lse)
         return backward_gathered(branch, grad, out, lse)
+
+
+def _take_near(call: AttentionCall) -> AttentionCall | None:
+    """Return the call without chosen blocks, and without keys before all windows: those need no rotation."""
+    branches = [branch for branch in call.branches if branch.chosen is None]
+    if not branches:
+        return None
+    layout = call.layout
+    low, _ = layout.key_range(Region(tuple(span for b in branches for span in b.region.spans)), 0, layout.queries)
+    if low == 0 or not layout.plain:
+        return replace(call, branches=branches)
+    layout = get_layout(layout.batch, layout.queries, layout.keys - low, layout.device)
+    branches = [
+        replace(branch, region=layout.simplify(branch.region), key_angles=_drop_angles(branch.key_angles, low))
+        for branch in branches
+    ]
+    return replace(call, k=call.k[:, :, low:], v=call.v[:, :, low:], layout=layout, branches=branches)
+
+
+def _drop_angles(angles: Angles | None, low: int) -> Angles | None:
+    if angles is None or angles[0].shape[2] == 1:
+        return angles
+    return angles[0][:, :, low:], angles[1][:, :, low:]
 
 
 def _takes_kernel(branch: FoldedBranch) -> bool:

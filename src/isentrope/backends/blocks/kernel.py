@@ -112,7 +112,8 @@ def _attend_group(
     for step in tl.range(0, chosen * PARTS):
         within = (step % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         column = tl.load(index + step // PARTS) * BLOCK_SIZE + within
-        column = tl.where(within < BLOCK_SIZE, column, -1)
+        if BLOCK_SIZE % COLUMNS != 0:
+            column = tl.where(within < BLOCK_SIZE, column, -1)
         row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, (column >= 0)[None, :],
                                             k_row, v_row, scale, lane, value_lane, BLOCK_SIZE % COLUMNS != 0,
                                             IEEE)  # fmt: skip
