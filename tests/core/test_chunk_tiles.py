@@ -8,7 +8,7 @@ from math import inf
 import pytest
 import torch
 
-from isentrope.core.chunk_tiles import cut_chunks, find_tiles
+from isentrope.core.chunk_tiles import cut_chunks, find_tiles, share_queries
 from isentrope.core.layout import Layout, Rows
 from isentrope.core.region import Region, Span, chunks
 
@@ -42,6 +42,9 @@ def test_rectangles_cover_every_pair_once(high):
             apart = j // form.chunk - i // form.chunk
             expected = (apart >= form.chunk_low) & (apart < form.chunk_high) & (j - i < form.high)
             assert torch.equal(count_pairs(tiles, queries, keys), expected.float()), (form, queries, keys)
+            rows = [batch.view_rows(torch.arange(queries)[None, None]).flatten() for batch in tiles]
+            times = torch.cat([torch.arange(0), *rows]).bincount(minlength=1)
+            assert share_queries(tiles) == (times.max() > 1).item()
             cut += 1
     assert cut > 200
 

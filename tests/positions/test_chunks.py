@@ -98,3 +98,9 @@ def test_one_query_has_two_branches_and_one_rotation_of_keys():
     call = build_call(Inputs(q, k, v, causal=True), Recipe.parse("dualchunk:chunk=6,local=2"))
     assert [branch.far for branch in call.branches] == [False, True]
     assert call.branches[0].key_angles[0] is call.branches[1].key_angles[0]
+
+
+def test_far_keys_by_choice_need_a_window():
+    q, k, v = qkv(0)
+    with pytest.raises(ValueError, match="use it with rerope:window=… and no mask"):
+        attention(q, k, v, "dualchunk:chunk=6+retrieve:blocks=1,size=2,queries=2", causal=True)

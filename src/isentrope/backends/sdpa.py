@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.merge import MergedBackend, PartialOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
-from isentrope.core.chunk_tiles import ChunkTiles, find_tiles
+from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
@@ -69,6 +69,8 @@ class SDPABackend(MergedBackend):
             return f"its kernels with a log-sum-exp are known on cpu and cuda, got {q.device.type}; use 'chunked'"
         if q.is_cuda and q.dtype == torch.float64:
             return "no fused kernel takes float64 on a GPU; use 'chunked'"
+        if any(branch.distance_law is not None for branch in call.branches):
+            return "it has no factor by distance; use 'flex', 'dense' or 'chunked'"
         if q.is_cuda and q.dtype != torch.float32 and any(branch.slopes is not None for branch in call.branches):
             return f"a distance bias would be rounded to {q.dtype}; use 'flex' or 'chunked'"
         return None
@@ -174,7 +176,7 @@ def _takes_flash(q: Tensor, v: Tensor) -> bool:
 
 def _list_bands(call: AttentionCall, branch: RotatedBranch) -> list[Band | None]:
     """Return the band of each span of a branch, None where no kernel supports it."""
-    if branch.slopes is not None:
+    if branch.biased:
         return [None]
     layout, bands = call.layout, []
     for region in split_region(branch.region, layout):
@@ -226,16 +228,21 @@ def _forward_chunks(branch: FoldedBranch, tiles: list[ChunkTiles]) -> PartialOut
     first = min((batch.corner.first for batch in tiles), default=0)
     rows, size = branch.q.shape[2] - first, branch.v.shape[-1]
     lse = torch.full((*branch.q.shape[:2], rows), -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
-    out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype)
+    summed = share_queries(tiles)
+    out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype if summed else None)
     for batch, tile in _chunk_tiles(branch, tiles):
         tile_out, tile_lse = _forward_tile(tile)
         shifted = batch.shift_rows(-first)
         o, total = shifted.view_rows(out), shifted.view_rows(lse)
         tile_out, tile_lse = (x.unflatten(0, o.shape[:2]) for x in (tile_out[..., :size], tile_lse))
-        merged = torch.logaddexp(total, tile_lse)  # finite: every query of a rectangle sees a key
-        o.mul_(torch.exp(total - merged)[..., None])
-        o.add_(tile_out * torch.exp(tile_lse - merged)[..., None])
-        total.copy_(merged)
+        if summed:
+            merged = torch.logaddexp(total, tile_lse)  # finite: every query of a rectangle sees a key
+            o.mul_(torch.exp(total - merged)[..., None])
+            o.add_(tile_out * torch.exp(tile_lse - merged)[..., None])
+            total.copy_(merged)
+        else:
+            o.copy_(tile_out)
+            total.copy_(tile_lse)
     return PartialOutput(out.to(branch.v.dtype), lse, first)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -59,6 +60,13 @@ class ChunkTiles:
     def _view(self, x: Tensor, first: int, size: int) -> Tensor:
         last = first + (self.count - 1) * self.stride + size
         return x[:, :, first:last].unfold(2, size, max(1, self.stride)).movedim(2, 1).movedim(-1, 3)
+
+
+def share_queries(tiles: list[ChunkTiles]) -> bool:
+    """Return whether some query is in several rectangles."""
+    firsts = [(tile.corner.first + n * tile.stride, tile.corner.rows) for tile in tiles for n in range(tile.count)]
+    firsts.sort()
+    return any(first + rows > later for (first, rows), (later, _) in pairwise(firsts))
 
 
 def find_tiles(region: Region, layout: Layout) -> list[ChunkTiles] | None:
