@@ -144,6 +144,7 @@ def test_the_report_has_a_section_for_each_comparison(folder):
     page = (folder.parent / "report.html").read_text()
     assert page.count('<section class="plan"') == 2 and page.count("data:image/svg+xml") == 2
     assert page.count('href="#comparison-') == 2 and "later:size=3" in page
+    assert page.count("<td>4.95</td>") == 2  # e^1.6, rerope in novels at the end
 
 
 def test_the_tables_of_a_readme_are_written_from_the_files(folder, monkeypatch):
