@@ -123,7 +123,7 @@ class StreamingCache(Cache):
 def _get_sinks_and_window(recipe: Recipe) -> tuple[int, int] | None:
     """Return sinks and window of a recipe that neither sees nor counts the tokens between; None for any other."""
     mask, position = recipe.mask, recipe.position
-    if recipe.counts_unseen_keys or not isinstance(mask, (Sink, Lambda)):
+    if recipe.counts_unseen_keys or recipe.retrieve is not None or not isinstance(mask, (Sink, Lambda)):
         return None
     size = mask.size if isinstance(mask, Sink) else mask.window
     if mask.region(True) != Sink(mask.sinks, size).region(True):
