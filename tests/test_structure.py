@@ -149,9 +149,8 @@ def test_names_are_plain_words():
 
 
 def test_report_reads_results_without_torch():
-    torchless = [
-        SOURCE / "evaluation" / f"{name}.py" for name in ("decisions", "frontier", "metrics", "ranking", "results")
-    ]
+    names = ("clusters", "decisions", "frontier", "metrics", "ranking", "results")
+    torchless = [SOURCE / "evaluation" / f"{name}.py" for name in names]
     known = {f"isentrope.evaluation.{path.stem}" for path in torchless}
     for path in (*(SOURCE / "report").rglob("*.py"), SOURCE / "evaluation" / "__init__.py", *torchless):
         names = imports(path, on_import=True)
