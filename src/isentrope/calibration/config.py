@@ -49,7 +49,7 @@ class CalibrationConfig:
             recipe = parse_recipe(text)
             if isinstance(recipe, LayerRecipes):
                 raise ValueError(
-                    f"recipe: expected one for all layers, whose law is fitted for each of them, got {truncate(text)}"
+                    f"recipe: expected one for all layers, whose law is fitted layer by layer, got {truncate(text)}"
                 )
             has_far_keys = recipe.position is not None and recipe.position.has_far_keys
             if other := [law for law in recipe.temperatures if not hasattr(law, "scale")]:

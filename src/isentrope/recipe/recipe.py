@@ -201,7 +201,7 @@ class Recipe:
 
         Args:
             text: the recipe, such as "rerope:window=64+infoscale:train_length=64", "plain" for no part, or a recipe per
-                layer such as "layers:0-2=infoscale:train_length=64;3-=rerope:window=64", which gives a `LayerRecipes`.
+                layer such as "layers:0-2=sink:size=64;3-=rerope:window=64", which gives a `LayerRecipes`.
             defaults: values of required options that the text leaves out, such as a model's train_length.
 
         Raises:
