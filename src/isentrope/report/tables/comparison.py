@@ -106,8 +106,8 @@ def explain_columns(board: ComparisonBoard) -> str:
         )
     if board["cells"]:
         parts.append(
-            "Found: all tokens of the answer are the likeliest; intervals are 95 %, over all fillers clustered by filler "
-            "and depth, and not claimed where these are too few."
+            "Found: all tokens of the answer are the likeliest; intervals are 95 %, over all fillers clustered by "
+            "filler and depth, and not claimed where these are too few."
         )
     plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
     if plain and plain["seconds"]:
