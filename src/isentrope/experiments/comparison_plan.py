@@ -77,7 +77,7 @@ class RetrievalPart:
         """Build the configuration that measures one cell under some recipes."""
         task, length, depth, filler = cell
         depths = self.config.depths if depth is None else (depth,)
-        options = {"tasks": (task,), "lengths": (length,), "depths": depths, "fillers": (filler,)}
+        options: dict[str, Any] = {"tasks": (task,), "lengths": (length,), "depths": depths, "fillers": (filler,)}
         return replace(self.config, recipes=recipes, **options)
 
     def place(self, cell: Cell, kind: str) -> Cell | None:
