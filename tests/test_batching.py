@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from tests.contract.matrix import takes
 from tests.fixtures.recipes import (
     EXACT,
     SMALL_MASKS,
@@ -106,6 +107,7 @@ GROWING = {name: p for name, p in SMALL_POSITIONS.items() if name not in BY_LENG
 )
 def test_decoding_equals_the_full_forward(position, seed, temperature, mask, score, step, backend):
     recipe = Recipe(score, GROWING[position], SMALL_TEMPERATURES[temperature], SMALL_MASKS[mask])
+    assume(takes(backend, recipe))
     q, k, v = qkv(seed)
     full = attention(q, k, v, recipe, causal=True, backend=backend)
     prefill = 6

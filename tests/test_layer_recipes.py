@@ -100,7 +100,7 @@ def test_tables_of_layers_count_those_of_the_model():
         ("layers:0-4=rope;2-7=nope;6-=nope", r"layers given twice: 2-4,6-7;"),
         ("layers:0-2,1=rope", r"layers given twice: 1 in '0-2,1'"),
         ("layers:*=rope;*=nope", r"layers given twice: \*"),
-        ("layers:", "expected layers=recipe, as in 'layers:0-2=infoscale;3-=rerope.*got ''"),
+        ("layers:", "expected layers=recipe, as in 'layers:0-2=sink:size=1024;3-=rerope.*got ''"),
         ("layers:0-2", "expected layers=recipe"),
         ("layers:0=", "expected layers=recipe.*got '0='"),
         ("layers:0=rope;", "expected layers=recipe"),

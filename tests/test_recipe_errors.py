@@ -172,7 +172,7 @@ DEEP = "(" * 5000 + "causal" + ")" * 5000
 )
 def test_large_recipes_are_refused_in_a_line(make, words):
     message = refused(make, *words)
-    assert len(message) < 500 and "\n" not in message
+    assert len(message) < 700 and "\n" not in message
 
 
 def test_masks_inside_masks_have_an_end():

@@ -147,6 +147,8 @@ def test_refusals():
         ise.Recipe.parse("rope+retrieve")
     with pytest.raises(ValueError, match="leave every key beyond one window"):
         ise.attention(q, k, v, text + "+sink:sinks=2,size=20", causal=True)
+    with pytest.raises(ValueError, match="use it with rerope"):
+        ise.attention(q, k, v, "dualchunk:chunk=8,local=2+retrieve:blocks=2,size=4,sinks=4", causal=True)
     with pytest.raises(ValueError, match="it does not choose far keys; use 'auto', 'blocks' or 'dense'"):
         ise.attention(q, k, v, text, causal=True, backend="sdpa")
     with pytest.raises(ValueError, match="expected positions that count from 0"):

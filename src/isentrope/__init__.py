@@ -42,6 +42,7 @@ from isentrope.retrieve import Retrieve
 from isentrope.scores import Cosine, Dot
 from isentrope.share import Share
 from isentrope.temperatures import (
+    Adaptive,
     Constant,
     Fitted,
     InfoScale,
@@ -50,6 +51,7 @@ from isentrope.temperatures import (
     LogLength,
     LogN,
     Power,
+    ScaleInvariant,
     SoftmaxPlus,
     SSMax,
     YaRNTemperature,
@@ -79,7 +81,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
     "ALiBi", "CLEX", "PoSE",
     "NoPE", "DPE", "LongRoPE", "CoPE", "Resonance",
     "InfoScale", "InfoScaleExact", "LogN", "Power", "LogLength", "SoftmaxPlus", "YaRNTemperature", "Llama4", "SSMax",
-    "Fitted", "Constant", "Share", "Retrieve",
+    "Fitted", "Adaptive", "ScaleInvariant", "Constant", "Share", "Retrieve",
     "Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document", "Dot", "Cosine",
 ]
 # fmt: on

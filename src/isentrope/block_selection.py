@@ -115,7 +115,7 @@ class _Representatives:
     """softmax over blocks of the largest product of the group's mean query with a key of the block."""
 
     def __init__(self, call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> None:
-        folded = call.fold_branch(branch)
+        folded = call.fold_branch(replace(branch, entropy_law=None))  # that is measured over chosen keys
         size = groups.choice.queries
         after = groups.count * size - groups.lead - groups.queries
         q = F.pad(folded.q, (0, 0, groups.lead, after)).unflatten(2, (groups.count, size))

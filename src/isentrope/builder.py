@@ -223,6 +223,10 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
     chosen = [keys == "all" or branch.far == (keys == "far") for branch in branches]
     if not any(chosen):  # no key of that branch is visible
         return branches
+    for name, method in (("entropy_law", "by_entropy"), ("distance_law", "by_distance")):
+        if hasattr(temperature, method):
+            law: dict[str, Any] = {name: temperature}
+            return [replace(b, **law) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
     tau = _reuse(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
     return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 # old module → new module, both below `isentrope`: those that the documentation named, and what the commands called
 MODULES = {
+    "data.needles": "data.tasks",
     "hf.observe": "hf.capture",
     "layout": "core.layout",
     "models.config": "models.gau.config",
@@ -61,8 +62,8 @@ NAMES: dict[str, dict[str, str]] = {
     "study.causal.plan": {"Plan": "CausalPlan"},
     "study.causal.retrieval": {
         "Config": "RetrievalConfig",
-        "Prompts": "PromptFormat",
-        "read": "load_haystack",
+        "Prompts": "evaluation.prompts:PromptFormat",
+        "read": "data.tasks:load_haystack",
         "run": "measure_retrieval",
     },
     "study.evaluate": {

@@ -21,7 +21,7 @@ from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.entropy import compute_entropy
+from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 
 REFERENCE, DENSE, SDPA, FLEX = ReferenceBackend(), DenseBackend(), sdpa.SDPABackend(), FlexBackend()
@@ -123,7 +123,7 @@ def _choose_fused(call: AttentionCall) -> Backend:
     """Return whichever of SDPA and FlexAttention is faster, if they take the call."""
     branch, layout = call.branches[0], call.layout
     whole = is_unmasked(branch.region, layout) or is_causal(branch.region, layout)
-    plain = len(call.branches) == 1 and branch.slopes is None and whole
+    plain = len(call.branches) == 1 and not branch.biased and whole
     if not call.q.is_cuda or plain or layout.queries <= MAX_MASKED_QUERIES:
         return SDPA
     if torch.compiler.is_compiling() or not sdpa.has_fused_kernels(call):
@@ -153,13 +153,14 @@ def _announce(name: str, device: str) -> None:
 def _max_q_elements(call: AttentionCall) -> int:
     if len(call.branches) > 1:
         return MAX_BRANCHED_Q_ELEMENTS
-    return call.q.numel() if call.branches[0].slopes is None else MAX_BIASED_Q_ELEMENTS
+    return MAX_BIASED_Q_ELEMENTS if call.branches[0].biased else call.q.numel()
 
 
 def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
     backend = choose_backend(call, name)
     if backend.reads_padding:
         call = blank_padding(call)
+    call = set_entropy_tau(backend, call)
     out, lse = backend.forward(call, need_lse or need_entropy)
     if lse is None or not (need_lse or need_entropy):
         return Result(out, None, None, backend.name)

@@ -21,6 +21,8 @@ from isentrope.analysis.observe import head_entropies, layer_entropies, run_obse
 from isentrope.backends import reference
 from isentrope.builder import Inputs, build_call
 from isentrope.cli import app
+from isentrope.dispatch import REFERENCE
+from isentrope.entropy import set_entropy_tau
 from isentrope.evaluation.texts import Text
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
 from isentrope.models.tokenizer import build_character_tokenizer
@@ -36,6 +38,7 @@ RECIPES = (
     "cosine:alpha=16",
     "rope+window:size=12",
     "alibi",
+    "rope+scaleinvariant:distance=3",
     "cosine:alpha=600+selfextend:window=8,group=4",
 )
 
@@ -59,13 +62,14 @@ def dense(seen, position=True):
     q, k, options = seen.q.double(), seen.k.double(), seen.options
     mask, causal, scale = options.get("mask"), options.get("causal", False), options.get("scale")
     inputs = Inputs(q, k, k, mask, causal, layout=seen.layout, scale=scale)
-    return reference.compute_weights(build_call(inputs, recipe.resolve()))[0]
+    return reference.compute_weights(set_entropy_tau(REFERENCE, build_call(inputs, recipe.resolve())))[0]
 
 
 EXTENDED = (
     "rerope:window=16+logn:train_length=32,keys=far+share:beta=(1,2,0,-1)",
     "yarn:factor=4",
     "sink:sinks=2,size=20",
+    "rerope:window=16+adaptive:keys=far+logn:train_length=24,keys=near",
 )
 MODELS = (
     *(pytest.param(lambda recipe=recipe: gau(recipe), id=f"gau {recipe}") for recipe in RECIPES),

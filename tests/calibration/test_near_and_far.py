@@ -19,7 +19,7 @@ from isentrope.calibration.optimize import FitProblem
 from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
 from isentrope.data.corpus import read_sympy_documents
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
-from isentrope.evaluation.retrieval import PromptFormat
+from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.texts import collect_texts
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.recipe import Recipe

@@ -64,6 +64,8 @@ TEMPERATURES = (
     "llama4:floor=16",
     "ssmax:heads={heads},bias=True",
     "fitted:lengths=(16,64),table=(1.0,1.5),count=position",
+    "adaptive",
+    "scaleinvariant:distance=3",
 )
 # for the methods with near and far keys; {table} has a number for each head, {factors} above one for each pair
 FAR_POSITIONS = tuple(text for text in POSITIONS if any(key in text for key in ("window=", "chunk=", "shift=")))
@@ -75,6 +77,9 @@ FAR_LAWS = (
     "power:train_length=16,gamma={table},keys=far+share:beta={table}",
     "logn:train_length=8,keys=near+power:train_length=12,gamma=-0.4,keys=far,count=position",
     "ssmax:heads={heads},bias=True,keys=far+infoscale:train_length=16,keys=near+share:beta=-0.5",
+    "adaptive+share:beta=0.7,reference=2",
+    "adaptive:coefficients=(0.4,1),threshold=0.2,keys=far+logn:train_length=8,keys=near",
+    "adaptive:keys=near+scaleinvariant:keys=far+share:beta={table},reference=4",
 )
 # far keys by choice, for causal attention with those methods
 RETRIEVES = (
@@ -154,6 +159,11 @@ def meaningless(position: str, temperature: str, mask: str, score: str, causal: 
     if causal and mask == "causal":
         return "causal twice is causal"
     return None
+
+
+def takes(backend: str, recipe: ise.Recipe) -> bool:
+    """Return whether a backend computes a recipe; SDPA multiplies scores by no factor of the distance."""
+    return backend != "sdpa" or not any(isinstance(law, ise.ScaleInvariant) for law in recipe.temperatures)
 
 
 def build(position: str, temperature: str, mask: str, score: str, setting: Setting) -> ise.Recipe:

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from isentrope.attention import attention
+from isentrope.backends.band.corner import split_corner
+from isentrope.builder import Inputs, build_call
+from isentrope.core.region import Span
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import (
     FEWER,
@@ -34,6 +37,13 @@ FAR_LAWS = (
     "dpe:window=24,scales=(1,4,2)+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
     "rerope:window=24+cosine:alpha=16+logn:train_length=64,keys=near+ssmax:heads=6,bias=True,keys=far+share:beta=-0.5",
 )
+# positions that depend on the length; the tail of LaMPE is a third branch, which few queries see
+BY_LENGTH = (
+    "selfextend:window=24,reach=0.5,train_length=64",
+    "jetlong:window=24,train_length=32+share:beta=0.5,reference=8",
+    f"lampe:window=8,tail=0,train_length=64+share:beta={TABLE},reference=8",
+    "lampe:window=8,tail=6,train_length=64+logn:train_length=16,keys=far+share:beta=0.5",
+)
 # far keys are the sinks of LM-Infinite alone
 SINKS = (
     "rerope:window=24+lambda:sinks=5,window=24+logn:train_length=16,keys=far+share:beta=1,reference=1",
@@ -52,6 +62,30 @@ def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
 @pytest.mark.parametrize("text", FAR_LAWS + SINKS)
 def test_band_of_near_and_far_keys_interpreted(text):
     check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("text", BY_LENGTH[::3])
+def test_band_of_maps_by_length_interpreted(text):
+    check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+
+
+def test_few_queries_see_the_corner():
+    q, k, v = SQUARE.tensors(torch.float32)
+    call = build_call(Inputs(q, k, v, causal=True), recipe_of("lampe:window=32,tail=6,train_length=256"))
+    most, last = split_corner(call)
+    assert (most.q.shape[2] + last.q.shape[2], most.k.shape[2], last.k.shape[2]) == (333, most.q.shape[2], 333)
+    assert [len(part.branches) for part in (call, most, last)] == [3, 2, 3] and 6 <= last.q.shape[2] < 24
+    near, far = (branch.region.spans for branch in most.branches)
+    assert near == (Span(low=-31, high=1),) and far == (Span(high=-31),)
+    assert split_corner(most) is None and split_corner(last) is None
+
+
+@interprets
+@pytest.mark.parametrize("text", BY_LENGTH[1::2])
+def test_decoding_maps_by_length_interpreted(text):
+    for rows in ("", "lengths"):
+        check_decoding(text, rows, torch.float32, "cpu")
 
 
 @interprets
@@ -98,14 +132,14 @@ def test_beta_is_learned_through_the_interpreted_band():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", ["", "lengths", "left"])
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH)
 def test_decoding_near_and_far_keys(text, rows, dtype):
     check_decoding(text, rows, dtype, "cuda")
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH)
 def test_band_of_near_and_far_keys(text):
     for setting in (SQUARE, NARROW, LARGE, *((FEWER,) if text in SINKS else ())):
         check_band(text, True, setting, torch.bfloat16, "cuda")

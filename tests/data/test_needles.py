@@ -10,16 +10,12 @@ from itertools import pairwise
 
 import pytest
 
-from isentrope.data.filler import FILLER
-from isentrope.data.needles import (
-    CHAIN_LENGTH,
-    COMMON_WORDS,
-    DEPTH_TASKS,
-    MULTIVALUE_NEEDLES,
-    TASKS,
-    Haystack,
-    draft_example,
-)
+from isentrope.data.tasks import DEPTH_TASKS, Haystack, draft_example
+from isentrope.data.tasks.needles import MULTIVALUE_NEEDLES
+from isentrope.data.tasks.registry import IDENTITY_TASKS as TASKS
+from isentrope.data.tasks.variables import CHAIN_LENGTH
+from isentrope.data.tasks.vocabulary import FILLER
+from isentrope.data.tasks.words import COMMON_WORDS
 from tests.fixtures.needles import FILLED, made, solved
 
 
@@ -84,9 +80,16 @@ def test_depth(depth, text):
 def test_words_are_the_text(text):
     haystack = Haystack.from_texts([text])
     assert "".join(haystack.words).strip() == text.strip()
-    words, between = haystack.words_up_to(haystack.ends[-1], 3 * len(haystack.words) + 1)
-    assert between[0] == 0 and between[-1] == len(words) == 3 * len(haystack.words) + 1
-    assert all(a < b for a, b in pairwise(between))
+    count, end = len(haystack.words), haystack.ends[-1]
+    cut = haystack.cut(end, 3 * count + 1)
+    rounds = [haystack.words[i % count] for i in range(cut.start, cut.stop)]
+    assert cut.text(cut.start, cut.stop) == "".join(rounds) and len(rounds) == 3 * count + 1
+    for start in range(cut.start, cut.stop, 2):  # every part of it, over the ends of rounds
+        for stop in (start, start + 1, cut.stop):
+            words = [haystack.words[i % count] for i in range(start, stop)]
+            assert cut.text(start, stop) == "".join(words)
+    gaps = [cut.nearest_gap(depth) for depth in (0, 0.2, 0.5, 0.8, 1)]
+    assert gaps[0] == cut.start and gaps[-1] == cut.stop and all(a <= b for a, b in pairwise(gaps))
 
 
 @pytest.mark.parametrize(

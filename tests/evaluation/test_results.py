@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from isentrope.data.tasks import load_filler
 from isentrope.evaluation import results
 from isentrope.evaluation.ranking import rank_recipes
 from isentrope.evaluation.results import (
@@ -57,15 +58,31 @@ def test_what_an_earlier_run_measured_is_taken_over(tmp_path):
 
 def test_lengths_and_depths_are_sorted(tmp_path):
     config = {"recipes": ["plain"], "tasks": ["words"], "lengths": [64, 512], "depths": [100], "examples": 4}
-    head = {"model": MODEL, "examples": "hash", "config": config}
-    cell = {"recipe": "plain", "task": "words", "length": 64, "depth": None, "failed": None}
+    config["fillers"] = ["noise"]
+    head = {"model": MODEL, "fillers": {"noise": "hash"}, "texts": {}, "config": config}
+    cell = {"recipe": "plain", "task": "words", "length": 64, "depth": None, "filler": "noise", "failed": None}
     (tmp_path / "retrieval.json").write_text(json.dumps(head | {"cells": [cell]}))
     wanted = head | {"config": config | {"lengths": [128], "depths": [0]}}
     store = ResultsStore(tmp_path, RETRIEVAL, wanted)
     assert store.head["config"]["lengths"] == [64, 128, 512] and store.head["config"]["depths"] == [0, 100]
-    assert list(store.cells) == [("plain", "words", 64, None)]
+    assert list(store.cells) == [("plain", "words", 64, None, "noise")]
     with pytest.raises(ValueError, match=r"retrieval\.json: holds another model, or other examples"):
-        ResultsStore(tmp_path, RETRIEVAL, wanted | {"examples": "other"})
+        ResultsStore(tmp_path, RETRIEVAL, wanted | {"fillers": {"noise": "other"}})
+    more = ResultsStore(tmp_path, RETRIEVAL, wanted | {"fillers": {"book": "other"}})
+    assert more.head["fillers"] == {"noise": "hash", "book": "other"}
+
+
+@pytest.mark.parametrize(("text", "name"), [("of a book", "text"), (load_filler("sentences").sha256, "sentences")])
+def test_retrieval_of_versions_with_one_filler_is_resumed(tmp_path, text, name):
+    config = {"recipes": ["plain"], "tasks": ["words"], "lengths": [64], "depths": [100], "examples": 4}
+    cell = {"recipe": "plain", "task": "words", "length": 64, "depth": None, "failed": None}
+    old = {"model": MODEL, "examples": "hash", "text": text, "config": config, "cells": [cell]}
+    (tmp_path / "retrieval.json").write_text(json.dumps(old))
+    head = {"model": MODEL, "fillers": {name: "hash"}, "texts": {name: text}, "config": config | {"fillers": [name]}}
+    store = ResultsStore(tmp_path, RETRIEVAL, head)
+    assert list(store.cells) == [("plain", "words", 64, None, name)]
+    with pytest.raises(ValueError, match="holds another model, or other examples"):
+        ResultsStore(tmp_path, RETRIEVAL, head | {"fillers": {name: "other"}})
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,18 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.data.filler import ADJECTIVES, FILLER, NOUNS
-from isentrope.data.needles import CHAIN_LENGTH, MULTIVALUE_NEEDLES, TASKS, Haystack
+from isentrope.data.tasks import Haystack
+from isentrope.data.tasks.needles import MULTIVALUE_NEEDLES
+from isentrope.data.tasks.registry import IDENTITY_TASKS
+from isentrope.data.tasks.variables import CHAIN_LENGTH
+from isentrope.data.tasks.vocabulary import ADJECTIVES, FILLER, NOUNS
 from isentrope.evaluation import retrieval
+from isentrope.evaluation.answers import generate_answer, score_answer
 from isentrope.evaluation.metrics import wilson_interval
+from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import list_failures
-from isentrope.evaluation.retrieval import (
-    Prompt,
-    PromptFormat,
-    RetrievalConfig,
-    generate_answer,
-    measure_retrieval,
-    score_answer,
-)
+from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.tables.retrieval import build_retrieval_table
@@ -70,7 +68,7 @@ def small(tasks=("passkey", "variables"), **others):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", IDENTITY_TASKS)
 def test_as_long_as_asked_and_never_longer(task, chat, merges, letters):
     for tokenizer, off in ((merges, 12), (letters, 25)):
         prompts = PromptFormat.from_tokenizer(with_chat(tokenizer, CHAT) if chat else tokenizer)

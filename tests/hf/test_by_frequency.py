@@ -98,6 +98,20 @@ def test_longrope_of_lists_is_the_one_of_the_config():
         assert_close(logits(plain, ids), expected, **ROUNDED)
 
 
+@pytest.mark.parametrize("recipe", ["rerope:window=24", "dpe:window=24,scales=(1,2)", "pi:factor=2", "cope:clip=3"])
+def test_other_methods_keep_the_frequencies_of_a_config(recipe):
+    """Those of a row's own length, against a model that has them at every length."""
+    model = phi3(attention_factor=1.0, num_hidden_layers=1).double()
+    for length, key in ((TRAINED, "short_factor"), (LENGTH, "long_factor")):
+        ids, other = tokens(1, length), phi3(num_hidden_layers=1, rope_type="default").double()
+        other.model.rotary_emb.inv_freq /= torch.tensor(LISTS[key])
+        assert_close(logits(other, ids), logits(model, ids), **ROUNDED)
+        with ise.extended(model, recipe), ise.extended(other, recipe):
+            expected = logits(other, ids)
+            assert_close(logits(model, ids), expected, **ROUNDED)
+            assert_close(in_chunks(model, ids, (50, length - 51, 1))[:, -1], expected[:, -1], **ROUNDED)
+
+
 LONGROPE = "longrope:factors=(1,2,3,4)"
 
 
@@ -105,9 +119,8 @@ LONGROPE = "longrope:factors=(1,2,3,4)"
     ("recipe", "match"),
     [
         (LONGROPE, "phi3: its config has factors of its own; leave factors out"),
-        ("rerope:window=32", "its rope_type 'longrope' changes angles"),
-        ("dpe:window=32,scales=(1,2)", "its rope_type 'longrope' changes angles"),
-        ("cope", "its rope_type 'longrope' changes angles"),
+        ("ntk:factor=4", "already scaled .*ntk would replace them"),
+        ("sink:sinks=4,size=24", "its rope_type 'longrope' changes angles"),
     ],
 )
 def test_refusals_of_a_model_with_longrope(recipe, match):

@@ -26,6 +26,7 @@ RECIPES = [
 # AOTAutograd takes as long as the tracing before it: for a recipe of one branch and one of two; with `-m slow` for all
 BACKENDS = [(recipe, "aot_eager" if recipe in RECIPES[1::2][:2] else "eager") for recipe in RECIPES]
 BACKENDS += [pytest.param(recipe, "aot_eager", marks=pytest.mark.slow) for recipe, how in BACKENDS if how == "eager"]
+BACKENDS += [pytest.param("lampe:window=8,tail=0", "eager", marks=pytest.mark.slow)]
 BACKENDS += [pytest.param("dpe:window=32,scales=(1,2,8)", "eager", marks=pytest.mark.slow)]
 CLOSE = {"atol": 1e-4, "rtol": 1e-5}  # fp32 in another order; logits reach 7
 

@@ -186,9 +186,16 @@ def by_length(kind, trained):
 
 @pytest.mark.parametrize("trained", [TRAINED, 512])
 @pytest.mark.parametrize("recipe", ["rerope:window=32", "yarn:factor=4", "pi:factor=2", "sink:sinks=4,size=24"])
-@pytest.mark.parametrize("kind", BY_LENGTH)
-def test_frequencies_that_change_with_the_length(kind, recipe, trained):
-    refused(by_length(kind, trained), recipe, f"llama: its rope_type '{kind}' changes")
+def test_frequencies_that_change_with_the_length(recipe, trained):
+    refused(by_length("dynamic", trained), recipe, "llama: its rope_type 'dynamic' changes")
+
+
+def test_longrope_where_the_length_is_not_known():
+    refused(by_length("longrope", TRAINED), "sink:sinks=4,size=24", "longrope' changes .*leave the sinks out")
+    refused(by_length("longrope", TRAINED), "yarn:factor=4", r"already scaled \(rope_type 'longrope'\)")
+    model = ise.extend(by_length("longrope", TRAINED), "rerope:window=24+lambda:sinks=4,window=24")
+    with pytest.raises(ValueError, match="StreamingCache: expected angles that do not depend on the length"):
+        ise.StreamingCache(model)
 
 
 @pytest.mark.parametrize("trained", [TRAINED, 512])

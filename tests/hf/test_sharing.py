@@ -315,6 +315,8 @@ def test_an_adapter_does_not_hold_what_a_recipe_learns(tmp_path):
         ("ntk:factor=2", {"rope_type": "default", "rope_theta": pytest.approx(10000 * 2 ** (8 / 6))}),
         ("ntk:factor=2,dynamic=true", {"rope_type": "dynamic", "factor": 2.0}),
         ("rope:base=50000", {"rope_theta": 50000.0}),
+        ("longrope:factors=(1,2,3,4)", {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "attention_factor": 1}),
+        ("longrope:factors=(1,2,3,4),original_length=30", {"long_factor": [1, 2, 3, 4], "short_factor": [1, 1, 1, 1]}),
         ("plain", {"rope_theta": 10000.0}),
     ],
 )
@@ -328,7 +330,7 @@ def test_native_export(recipe, rope, tmp_path):
     assert config["rope_parameters"] == config["rope_parameters"] | rope
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
     torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
-    if "temperature" not in recipe and "dynamic" not in recipe:
+    if "temperature" not in recipe and "dynamic" not in recipe and "original" not in recipe:
         assert torch.equal(native(ids).logits, model(ids).logits)
     assert str(ise.describe(model)).splitlines()[0].startswith("llama under")  # itself as before
 
@@ -351,6 +353,9 @@ def test_native_export_of_a_window(tmp_path):
     "recipe",
     [
         "rerope:window=8+share",
+        "dpe:window=8,scales=(1,2)",
+        "cope",
+        "resonance:factor=4",
         "rerope:window=8+logn:keys=near+logn:keys=far",
         RECIPE,
         "infoscale",

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.evaluation.frontier import build_board, mark_front
+from isentrope.evaluation.frontier import build_board, count_retrieved, mark_front
 from isentrope.report.figures import frontier
 from isentrope.report.html.comparison import write_comparison
 from isentrope.report.html.page import write_page
@@ -94,7 +94,18 @@ def test_recipes_are_compared_on_what_all_of_them_have(folder):
     assert board["cells"] == {"novels": 2, "plain": 2} and board["length"] == 40  # places that both have
     assert (rerope["retrieved"]["hits"], rerope["retrieved"]["count"]) == (3, 4) and window["retrieved"]["hits"] == 0
     assert rerope["fillers"]["plain"]["share"] == 0.5 and plain["retrieved"] is None
-    assert rerope["retrieved"]["low"] < 0.75 < rerope["retrieved"]["high"]
+    assert rerope["retrieved"]["low"] is None  # two fillers at two depths are too few to claim an interval
+    assert rerope["fillers"]["plain"]["low"] < 0.5 < rerope["fillers"]["plain"]["high"]
+    assert rerope["tasks"]["passkey"]["hits"] == 3
+
+
+def test_intervals_are_clustered_by_filler_and_depth():
+    cells = {kind: [make_answer("rerope", 40, depth, kind == "a") for depth in (0, 50, 100)] for kind in "ab"}
+    cells["a"][0]["examples"][0]["recalled"] = 0.5  # of two answers
+    both, one = count_retrieved(cells), count_retrieved({"a": cells["a"]})
+    assert both["hits"] == one["hits"] == 2.5 and both["share"] == pytest.approx(2.5 / 6)
+    assert both["low"] == 0 and both["high"] == 1  # all of one filler and nothing of the other says little
+    assert 0.3 < one["low"] < one["share"] < one["high"]
 
 
 def test_costs_and_the_ceiling(folder):
@@ -122,7 +133,7 @@ def test_files_of_a_comparison(folder):
     table = (folder / "leaderboard.md").read_text().splitlines()
     assert table[0].count("|") == table[1].count("|") == table[3].count("|")
     assert "plain, inside its training length of 20" in table[2] and "4 / 4" in table[2]
-    assert table[3].startswith("| 1 | **`rerope`** | 3 / 4 (") and "2.00 ×" in table[3]
+    assert table[3].startswith("| 1 | **`rerope`** | 3 / 4 |") and "2.00 ×" in table[3]
     assert "left out: `later:size=3`: unknown part" in table[-1]
     first = (folder / "frontier.svg").read_bytes()
     write_comparison(folder)
@@ -144,6 +155,7 @@ def test_the_report_has_a_section_for_each_comparison(folder):
     page = (folder.parent / "report.html").read_text()
     assert page.count('<section class="plan"') == 2 and page.count("data:image/svg+xml") == 2
     assert page.count('href="#comparison-') == 2 and "later:size=3" in page
+    assert page.count("<td>4.95</td>") == 2  # e^1.6, rerope in novels at the end
 
 
 def test_the_tables_of_a_readme_are_written_from_the_files(folder, monkeypatch):

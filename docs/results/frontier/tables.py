@@ -76,7 +76,7 @@ def format_ceiling(board: ComparisonBoard) -> str:
 
 
 def format_answers(answers: Retrieved | None) -> str:
-    return "–" if answers is None else f"{answers['hits']} of {answers['count']}"
+    return "–" if answers is None else f"{answers['hits']:.3g} of {answers['count']}"
 
 
 if __name__ == "__main__":

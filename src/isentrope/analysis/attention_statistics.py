@@ -16,7 +16,8 @@ from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
-from isentrope.dispatch import AUTO, choose_uncompiled
+from isentrope.dispatch import AUTO, BLOCKS, CHUNKED, choose_uncompiled
+from isentrope.entropy import set_entropy_tau
 from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once
@@ -58,7 +59,10 @@ class HeatmapWindow:
 def head_entropy(captured: CapturedAttention) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
     captured = _to_accumulation_dtype(captured)
-    backend = choose_uncompiled(captured.q) if captured.recipe.retrieve is None else AUTO
+    fused = captured.recipe.retrieve is None and not any(
+        hasattr(law, "by_distance") for law in captured.recipe.temperatures
+    )
+    backend = choose_uncompiled(captured.q) if fused else AUTO
     options = captured.options | {"backend": backend, "return_entropy": True}
     _, aux = attention(captured.q, captured.k, captured.k, captured.recipe, **options)
     return aux.entropy.double().mean((0, 2))
@@ -85,7 +89,13 @@ def cosine_histograms(captured: CapturedAttention) -> tuple[Tensor, Tensor]:
     branches = fold_branches(captured)
     angles = [
         replace(
-            branch, q=normalise_vectors(branch.q), k=normalise_vectors(branch.k), scale=1.0, slopes=None, offset=None
+            branch,
+            q=normalise_vectors(branch.q),
+            k=normalise_vectors(branch.k),
+            scale=1.0,
+            slopes=None,
+            offset=None,
+            distance_law=None,
         )
         for branch in branches
     ]
@@ -170,7 +180,7 @@ def fold_branches(captured: CapturedAttention) -> list[FoldedBranch]:
         call = build_call(_inputs(captured), captured.recipe.resolve())
         if call.choice is not None and not call.layout.plain:
             raise ValueError("retrieve: weights over chosen keys are shown for unpadded rows; pass one text at a time")
-        return choose_blocks(call).fold()
+        return set_entropy_tau(CHUNKED if call.choice is None else BLOCKS, choose_blocks(call)).fold()
 
 
 def _split_rows(captured: CapturedAttention, first: int, last: int, multiple: int = 1) -> Iterator[slice]:
@@ -189,7 +199,10 @@ def _scores(branches: list[FoldedBranch], rows: slice) -> Tensor:
         for branch in branches:
             q = branch.q[:, :, rows].unflatten(1, (branch.k.shape[1], branch.groups))
             score = (q.flatten(2, 3) @ branch.k.mT).mul_(branch.scale).unflatten(2, q.shape[2:4]).flatten(1, 2)
-            if (bias := branch.bias(rows)) is not None:
+            factor, bias = branch.distance_terms(rows)
+            if factor is not None:
+                score = score * factor.to(score.dtype)
+            if bias is not None:
                 score = score + bias.to(score.dtype)
             if branch.offset is not None:
                 score = score + branch.offset[:, :, rows, None].to(score.dtype)

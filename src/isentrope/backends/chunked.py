@@ -53,12 +53,29 @@ class ChunkedBackend(MergedBackend):
             p = _exp(_compute_scores(branch, k, rows, columns) - _group_heads(anchor[:, :, rows, None], branch))
             g = _group_heads(grad[:, :, rows].to(factors), branch).flatten(2, 3)
             dp = matmul_wide(g, v[:, :, columns].mT).view_as(p)
-            ds = (p * (dp - _group_heads(delta[:, :, rows, None], branch)) * branch.scale).flatten(2, 3).to(factors)
+            ds = p * (dp - _group_heads(delta[:, :, rows, None], branch)) * branch.scale
+            if (slope := branch.distance_terms(rows, columns)[0]) is not None:
+                ds = ds * slope[:, None].to(ds.dtype)
+            ds = ds.flatten(2, 3).to(factors)
             q = _group_heads(branch.q[:, :, rows].to(factors), branch).flatten(2, 3)
             dq[:, :, rows] = matmul_wide(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
             dk[:, :, columns] += matmul_wide(ds.mT, q)
             dv[:, :, columns] += matmul_wide(p.flatten(2, 3).to(factors).mT, g)
         return dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype)
+
+    def sum_surprise(self, branch: FoldedBranch, level: Tensor) -> Tensor:
+        """Return Σ_j p_j (level - s_j) with p_j = e^{s_j - level} over a branch's keys, (batch, heads, queries).
+
+        Of all branches together that is the entropy, where the level is the log-sum-exp of all scores less the
+        branch's offset.
+        """
+        total = torch.zeros_like(level)
+        k = branch.k.to(factor_dtype(branch.q))
+        for rows, columns in _iterate_chunks(branch):
+            gap = _group_heads(level[:, :, rows, None], branch) - _compute_scores(branch, k, rows, columns)
+            weight = torch.exp(-gap)
+            total[:, :, rows] = torch.where(weight > 0, weight * gap, 0.0).sum(-1).flatten(1, 2)
+        return total
 
 
 def _compute_weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +100,11 @@ def _compute_scores(branch: FoldedBranch, k: Tensor, rows: slice, columns: slice
     """Return masked scores, (batch, kv_heads, groups, rows, columns)."""
     q = _group_heads(branch.q[:, :, rows].to(k.dtype), branch)
     scores = matmul_wide(q.flatten(2, 3), k[:, :, columns].mT).mul_(branch.scale).unflatten(2, q.shape[2:4])
-    if (bias := branch.bias(rows, columns)) is not None:
-        scores = scores + _group_heads(bias.to(scores.dtype), branch)
+    factor, bias = branch.distance_terms(rows, columns)
+    if factor is not None:
+        scores = scores * factor[:, None].to(scores.dtype)
+    if bias is not None:
+        scores = scores + (_group_heads(bias, branch) if bias.shape[1] > 1 else bias[:, None]).to(scores.dtype)
     if branch.unmasked:
         return scores
     return scores.masked_fill(~branch.mask(rows, columns)[:, None], -torch.inf)

@@ -22,12 +22,13 @@ class DenseBackend(Backend):
         branches = call.fold()
         scores = [matmul_wide(branch.q, branch.k.repeat_interleave(branch.groups, 1).mT) for branch in branches]
         masks = [None if branch.unmasked else branch.mask() for branch in branches]
-        biases = [branch.bias() for branch in branches]
+        terms = [branch.distance_terms() for branch in branches]
         offsets = [branch.offset for branch in branches]
         v = call.v.repeat_interleave(call.groups, 1)
         dtype = v.dtype if call.dropout is None else scores[0].dtype
-        run = maybe_compile(_softmax, (*scores, *masks, *biases, *offsets), len(branches), call.scale, dtype)
-        weights, lse = run(scores, masks, biases, offsets, call.scale, dtype)
+        tensors = (*scores, *masks, *(x for pair in terms for x in pair), *offsets)
+        run = maybe_compile(_softmax, tensors, len(branches), call.scale, dtype)
+        weights, lse = run(scores, masks, terms, offsets, call.scale, dtype)
         if call.dropout is not None:
             weights = call.dropout(weights)
         out = torch.bmm(weights.to(v.dtype).flatten(0, 1), v.flatten(0, 1))  # matmul would copy v, a slice, first
@@ -37,15 +38,17 @@ class DenseBackend(Backend):
 def _softmax(
     scores: list[Tensor],
     masks: list[Tensor | None],
-    biases: list[Tensor | None],
+    terms: list[tuple[Tensor | None, Tensor | None]],
     offsets: list[Tensor | None],
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return weights over all branches, whose regions do not overlap, and log-sum-exps, in one pass."""
     total: Tensor | None = None
-    for s, mask, bias, offset in zip(scores, masks, biases, offsets, strict=True):
+    for s, mask, (factor, bias), offset in zip(scores, masks, terms, offsets, strict=True):
         s = s * scale
+        if factor is not None:
+            s = s * factor.to(s.dtype)
         if bias is not None:
             s = s + bias.to(s.dtype)
         if offset is not None:

@@ -56,11 +56,12 @@ class FlexBackend(Backend):
 
 def _forward_branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
     block_mask, spans = branch.layout.cached(("block mask", branch.region), lambda: _make_block_mask(branch))
-    score_mod = None if branch.slopes is None else _make_score_mod(branch)
+    score_mod = _make_score_mod(branch) if branch.biased else None
     tensors, grouped = (branch.q, branch.k, branch.v), branch.groups > 1
     if branch.q.is_cuda:
         # heads, their sizes and the scale are constants of the kernel
-        constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, score_mod is None)
+        biases = branch.slopes is None, branch.distance_law
+        constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, *biases)
         kernel = maybe_compile(_run, (*tensors, block_mask.kv_indices), *constants)
     else:
         kernel = _run_eagerly
@@ -91,14 +92,18 @@ def _run_eagerly(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _make_score_mod(branch: FoldedBranch) -> Callable[..., Tensor]:
-    assert branch.slopes is not None
-    slopes = branch.slopes.to(accumulation_dtype(branch.q))
+    dtype, law = accumulation_dtype(branch.q), branch.distance_law
+    slopes = None if branch.slopes is None else branch.slopes.to(dtype)
     batch = branch.q.shape[0]
     query = branch.layout.query.to(torch.int32).expand(batch, -1).contiguous()
     key = branch.layout.key.to(torch.int32).expand(batch, -1).contiguous()
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[h] * (query[b, i] - key[b, j]).abs()
+        distance = (query[b, i] - key[b, j]).abs()
+        if law is not None:
+            factor, bias = law.by_distance(distance.to(dtype))
+            score = score * factor + bias
+        return score if slopes is None else score - slopes[h] * distance
 
     return score_mod
 

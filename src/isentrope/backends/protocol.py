@@ -53,8 +53,8 @@ def triton_refusal(call: AttentionCall) -> str | None:
         return f"it takes head sizes {sizes}, got {q.shape[-1]} and {v.shape[-1]}"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "it takes contiguous vectors, got a stride between their entries"
-    if any(branch.slopes is not None for branch in call.branches):
-        return "it has no distance bias"
+    if any(branch.biased for branch in call.branches):
+        return "it has no bias or factor by distance"
     if rotations and (call.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in rotations)):
         return "it rotates whole vectors in half layout"
     return None

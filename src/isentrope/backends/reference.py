@@ -33,7 +33,10 @@ def compute_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     for branch in call.fold():
         k = branch.k.repeat_interleave(branch.groups, 1)
         s = branch.scale * (branch.q.to(dtype) @ k.to(dtype).mT)
-        if (bias := branch.bias()) is not None:
+        factor, bias = branch.distance_terms()
+        if factor is not None:
+            s = s * factor
+        if bias is not None:
             s = s + bias.to(dtype)
         if branch.offset is not None:
             s = s + branch.offset[..., None].to(dtype)

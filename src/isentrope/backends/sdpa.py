@@ -69,6 +69,8 @@ class SDPABackend(MergedBackend):
             return f"its kernels with a log-sum-exp are known on cpu and cuda, got {q.device.type}; use 'chunked'"
         if q.is_cuda and q.dtype == torch.float64:
             return "no fused kernel takes float64 on a GPU; use 'chunked'"
+        if any(branch.distance_law is not None for branch in call.branches):
+            return "it has no factor by distance; use 'flex', 'dense' or 'chunked'"
         if q.is_cuda and q.dtype != torch.float32 and any(branch.slopes is not None for branch in call.branches):
             return f"a distance bias would be rounded to {q.dtype}; use 'flex' or 'chunked'"
         return None
@@ -174,7 +176,7 @@ def _takes_flash(q: Tensor, v: Tensor) -> bool:
 
 def _list_bands(call: AttentionCall, branch: RotatedBranch) -> list[Band | None]:
     """Return the band of each span of a branch, None where no kernel supports it."""
-    if branch.slopes is not None:
+    if branch.biased:
         return [None]
     layout, bands = call.layout, []
     for region in split_region(branch.region, layout):

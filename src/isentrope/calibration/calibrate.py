@@ -27,12 +27,13 @@ from isentrope.calibration.laws import Laws, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
 from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
 from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, select_law, split_texts
+from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, load_tokenizer
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
+from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
-from isentrope.evaluation.retrieval import Prompt, PromptFormat, score_answer
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
 from isentrope.hf.introspection import introspect

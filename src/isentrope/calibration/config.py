@@ -49,9 +49,11 @@ class CalibrationConfig:
             recipe = parse_recipe(text)
             if isinstance(recipe, LayerRecipes):
                 raise ValueError(
-                    f"recipe: expected one for all layers, whose law is fitted for each of them, got {truncate(text)}"
+                    f"recipe: expected one for all layers, whose law is fitted layer by layer, got {truncate(text)}"
                 )
             has_far_keys = recipe.position is not None and recipe.position.has_far_keys
+            if other := [law for law in recipe.temperatures if not hasattr(law, "scale")]:
+                raise ValueError(f"recipe: expected temperatures by length, to fit others beside them, got {other[0]}")
             if recipe.temperatures and not has_far_keys:
                 raise ValueError(
                     f"recipe: expected one without a temperature, which is to be fitted, got {recipe.temperature}"

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from isentrope.calibration.laws import Laws
 from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT
+from isentrope.evaluation.answers import compute_answer_logits
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.perplexity import differentiable_losses
-from isentrope.evaluation.retrieval import Prompt, compute_answer_logits
+from isentrope.evaluation.prompts import Prompt
 from isentrope.hf.learned_laws import checkpoint_layers
 
 MAX_EVALUATIONS = 24  # of one law

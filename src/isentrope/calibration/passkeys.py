@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from isentrope.data.needles import Haystack, draft_example, fill_to_length
-from isentrope.evaluation.retrieval import Prompt, PromptFormat
+from isentrope.data.tasks import Haystack, draft_example, fill_to_length
+from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.texts import Text
 
 RETRIEVAL_WEIGHT = 0.1  # of -ln p for a token of the answer, against the loss for a token of text

@@ -70,7 +70,7 @@ def calibrate(
     from isentrope.calibration.config import CalibrationConfig
     from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import check_save_folder, load_on_device, load_tokenizer, save_extended
-    from isentrope.evaluation.retrieval import PromptFormat
+    from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw_calibration
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows

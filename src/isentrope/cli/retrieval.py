@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +19,32 @@ def retrieval(
     model: CausalModel,
     recipe: Recipes,
     tasks: Annotated[
-        str, typer.Option(help="Of passkey, needle, multikey, multivalue, variables, words; separated by commas.")
+        str,
+        typer.Option(
+            help="Tasks separated by commas: passkey, needle, multikey, multivalue, variables, words, fourneedles, "
+            "facts1, facts2, RULER's niah_…, vt, cwe, fwe; or the groups ruler, niah, babilong, all."
+        ),
     ] = "passkey,needle",
     lengths: Annotated[
         str, typer.Option(help="Tokens of an example, with its question and answer.")
     ] = "1024,2048,4096",
     depths: Annotated[
-        str, typer.Option(help="Percent of the text before the hidden fact (passkey, needle, multikey).")
+        str, typer.Option(help="Percent of the text before the hidden fact, for tasks with one.")
     ] = "0,25,50,75,100",
-    examples: Annotated[int, typer.Option(help="Examples for each task, length and depth.")] = 4,
+    examples: Annotated[int, typer.Option(help="Examples for each task, length, depth and filler.")] = 4,
     text: Annotated[
-        list[str] | None, typer.Option(help="Files to hide facts in; by default a few plain sentences, repeated.")
+        list[str] | None, typer.Option(help="Files to hide facts in, all as one filler; --filler has several.")
     ] = None,
+    filler: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sentences (the default), noise, needles, python, or NAME=FILE. Repeat for several: results are kept "
+            "for each."
+        ),
+    ] = None,
+    ceiling: Annotated[
+        bool, typer.Option(help="Also measure the plain model inside its training length, where that is known.")
+    ] = True,
     chat: Annotated[
         bool | None, typer.Option(help="Ask in the tokenizer's chat template; by default if it has one.")
     ] = None,
@@ -46,20 +61,34 @@ def retrieval(
 
     isentrope retrieval MODEL --recipe plain --recipe rerope:window=4096+infoscale --lengths 4096,8192,16384
 
+    isentrope retrieval MODEL --recipe plain --tasks ruler --filler noise --filler python --filler book=book.txt
+
     isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
     """
+    from isentrope.data.tasks import SENTENCES, load_fillers, parse_fillers
+    from isentrope.data.tasks.fillers import TEXT
     from isentrope.evaluation.loading import load_on_device, load_tokenizer
+    from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.results import list_failures
-    from isentrope.evaluation.retrieval import PromptFormat, RetrievalConfig, load_haystack, measure_retrieval
+    from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
+    from isentrope.hf.layer_plan import read_train_length
     from isentrope.report.figures.retrieval import draw_heatmaps
     from isentrope.report.tables.retrieval import build_retrieval_table
 
-    config = RetrievalConfig.parse(recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score)
+    named = parse_fillers(filler or [], lambda path: expand_paths([path]))
+    if text:
+        named = {TEXT: tuple(expand_paths(text)), **named}
+    named = named or {SENTENCES: None}
+    config = RetrievalConfig.parse(
+        recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score, fillers=tuple(named)
+    )
     disable_progress_bars()
-    haystack = load_haystack(expand_paths(text or []))
+    haystacks = load_fillers(named)
     loaded = load_on_device(model, device, dtype, gguf_file)
+    if ceiling:
+        config = replace(config, ceiling=read_train_length(loaded.config.get_text_config()))
     prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file), chat)
-    results = measure_retrieval(loaded, Path(model).name, prompts, haystack, config, out)
+    results = measure_retrieval(loaded, Path(model).name, prompts, haystacks, config, out)
     print_table(build_retrieval_table(results))
     print_paths([results, *draw_heatmaps(results)])
     exit_if_failed(list_failures(results, config.recipes, config.cells), results)

@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from isentrope.core.choice import BlockChoice, ChosenBlocks
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.core.rotation import Angles, rotate_and_scale
+
+
+class EntropyLaw(Protocol):
+    """A temperature that follows from attention itself: hashable, and the same at every call."""
+
+    def by_entropy(self, entropy: Tensor) -> Tensor:
+        """Return τ for the entropy of each query's attention without it, in nats."""
+        ...
+
+
+class DistanceLaw(Protocol):
+    """A factor and a bias of scores by distance: hashable, and the same at every call."""
+
+    def by_distance(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a and m of scores a s + m, for each |Δ|."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +39,8 @@ class RotatedBranch:
 
     tau, offset: (batch or 1, heads or 1, queries).
     far: whether these are the keys beyond the window of a position method.
+    entropy_law: gives τ, once the entropy of the call without it is known; no backend receives it.
+    distance_law: multiplies scale · τ q·k by a(|Δ|) and adds m(|Δ|).
     chosen: blocks of these keys that queries see, where they do not see all.
     """
 
@@ -31,7 +51,14 @@ class RotatedBranch:
     far: bool = False
     tau: Tensor | None = None
     offset: Tensor | None = None
+    entropy_law: EntropyLaw | None = None
+    distance_law: DistanceLaw | None = None
     chosen: ChosenBlocks | None = None
+
+    @property
+    def biased(self) -> bool:
+        """Whether scores depend on the distance other than through rotation."""
+        return self.slopes is not None or self.distance_law is not None
 
     def rotates_keys_like(self, other: RotatedBranch) -> bool:
         """Return whether two branches have the very same angles of keys."""
@@ -102,11 +129,11 @@ class AttentionCall:
 
     def fold_branch(self, branch: RotatedBranch, k: Tensor | None = None) -> FoldedBranch:
         """Return a branch with everything folded; its keys may be given if they are folded already."""
+        assert branch.entropy_law is None, "measure the entropy first"
         q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch) if k is None else k
-        return FoldedBranch(
-            q, k, self.v, self.scale, branch.region, self.layout, branch.slopes, branch.offset, branch.chosen
-        )
+        laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
+        return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws)
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
@@ -134,7 +161,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, eq=False)
 class FoldedBranch:
-    """One branch with rotation, τ and norms folded into q and k: scores are scale · q·k - slopes · |Δ| + offset."""
+    """One branch with rotation, τ and norms folded into q and k.
+
+    Scores are scale · q·k - slopes · |Δ| + offset; under a distance law a · scale · q·k + m instead of scale · q·k.
+    """
 
     q: Tensor
     k: Tensor
@@ -145,10 +175,11 @@ class FoldedBranch:
     slopes: Tensor | None = None
     offset: Tensor | None = None
     chosen: ChosenBlocks | None = None
+    distance_law: DistanceLaw | None = None
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""
-        branch = RotatedBranch(self.region, slopes=self.slopes, chosen=self.chosen)
+        branch = RotatedBranch(self.region, slopes=self.slopes, chosen=self.chosen, distance_law=self.distance_law)
         return AttentionCall(self.q, self.k, self.v, self.layout, [branch], self.scale)
 
     @property
@@ -185,15 +216,30 @@ class FoldedBranch:
             return visible
         return visible & self.chosen.mask(rows, columns).repeat_interleave(self.groups, 1)
 
+    @property
+    def biased(self) -> bool:
+        """Whether scores depend on the distance other than through rotation."""
+        return self.slopes is not None or self.distance_law is not None
+
     def bias(self, rows: slice | None = None, columns: slice | None = None) -> Tensor | None:
-        """Return -slopes · |Δ|, (batch or 1, heads, rows, columns) in the slopes' dtype."""
-        if self.slopes is None:
-            return None
+        """Return m - slopes · |Δ|, (batch or 1, heads or 1, rows, columns) in fp32 or wider."""
+        return self.distance_terms(rows, columns)[1]
+
+    def distance_terms(
+        self, rows: slice | None = None, columns: slice | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return a, and m - slopes · |Δ|: (batch or 1, heads or 1, rows, columns), None where nothing changes."""
+        if not self.biased:
+            return None, None
         query, key = self.layout.query, self.layout.key
         query = query if rows is None else query[:, rows]
         key = key if columns is None else key[:, columns]
         distance = (query[:, None, :, None] - key[:, None, None]).abs()
-        return -self.slopes[:, None, None] * distance
+        bias = None if self.slopes is None else -self.slopes[:, None, None] * distance
+        if self.distance_law is None:
+            return None, bias
+        factor, shift = self.distance_law.by_distance(distance.to(accumulation_dtype(self.q)))
+        return factor, shift if bias is None else bias + shift
 
 
 def is_unmasked(region: Region, layout: Layout) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -12,18 +12,14 @@ from tempfile import TemporaryDirectory
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.data.needles import Haystack
+from isentrope.data.tasks import SENTENCES, Haystack, load_filler
 from isentrope.evaluation.loading import as_model, get_model_name, keep_mode, load_tokenizer, read_causal_config
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
+from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, forgets, rank_recipes, select_best
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import list_failures, write_results
-from isentrope.evaluation.retrieval import (
-    PromptFormat,
-    RetrievalConfig,
-    check_retrieval,
-    measure_retrieval,
-)
+from isentrope.evaluation.retrieval import RetrievalConfig, check_retrieval, measure_retrieval
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.layer_plan import read_train_length
 
@@ -51,11 +47,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What a model reads: texts for perplexity; prompts and the text that answers are hidden in for retrieval."""
+    """What a model reads: texts for perplexity; prompts and the texts that answers are hidden in for retrieval."""
 
     texts: Sequence[Text]
     prompts: PromptFormat | None = None
-    haystack: Haystack = field(default_factory=Haystack.from_texts)
+    haystacks: Mapping[str, Haystack] = field(default_factory=lambda: {SENTENCES: load_filler(SENTENCES)})
 
 
 @dataclass(frozen=True)
@@ -210,14 +206,14 @@ def compare_recipes(
     comparison = keep_supported(comparison, model, notify)
     retrieval, prompts = comparison.retrieval, inputs.prompts
     if retrieval is not None and prompts is not None:  # refused before anything is measured
-        check_retrieval(model, prompts, inputs.haystack, retrieval)
+        check_retrieval(model, prompts, inputs.haystacks, retrieval)
     recipes = comparison.perplexity.recipes
     path = measure_perplexity(model, name, inputs.texts, comparison.perplexity, folder)
     failures = list_failures(path, recipes)
     for line in dict.fromkeys(failures):
         notify(line)
     if retrieval is not None and prompts is not None:
-        path = measure_retrieval(model, name, prompts, inputs.haystack, retrieval, folder)
+        path = measure_retrieval(model, name, prompts, inputs.haystacks, retrieval, folder)
         more = list_failures(path, retrieval.recipes, retrieval.cells)
         for line in dict.fromkeys(more):
             notify(line)

@@ -8,6 +8,7 @@ from math import exp
 from pathlib import Path
 from typing import Any, TypedDict
 
+from isentrope.evaluation.clusters import ScoredExample, clustered_interval
 from isentrope.evaluation.metrics import perplexity, wilson_interval
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, ModelRecord, read_results
 from isentrope.utils.files import RERUN_REMEDY, read_fields
@@ -18,13 +19,17 @@ PLAIN = "plain"
 
 
 class Retrieved(TypedDict):
-    """Answers found of those asked for, and a 95 % interval of their share."""
+    """Answers retrieved, a part of an example's where it has several, of the examples there are.
 
-    hits: int
+    low, high: ends of a 95 % interval of the share; over several fillers it is clustered by filler and depth, and None
+    where these are too few (`clusters.py`). In one filler it is Wilson's.
+    """
+
+    hits: float
     count: int
     share: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 class ComparedRecipe(TypedDict):
@@ -193,14 +198,38 @@ def _select_answers(data: dict[str, Any], length: int | None) -> Answers:
     return {recipe: {key: cells[key] for key in cells if key in common} for recipe, cells in answers.items() if common}
 
 
-def count_retrieved(cells: Iterable[dict[str, Any]]) -> Retrieved | None:
-    """Count the examples whose answer greedy decoding would give word for word; None where there are none."""
-    examples = [example for cell in cells for example in cell["examples"]]
+def count_retrieved(fillers: Mapping[str, Iterable[dict[str, Any]]]) -> Retrieved | None:
+    """Add up what greedy decoding would give word for word of the answers of cells; None where there are none.
+
+    Args:
+        fillers: cells by kind of filler.
+    """
+    examples = [
+        ScoredExample(_score(example), kind, cell["depth"])
+        for kind, cells in fillers.items()
+        for cell in cells
+        for example in cell["examples"]
+    ]
     if not examples:
         return None
-    hits = sum(example["likeliest"] == example["answer"] for example in examples)
-    low, high = wilson_interval(hits, len(examples))
-    return {"hits": hits, "count": len(examples), "share": hits / len(examples), "low": low, "high": high}
+    count, hits = len(examples), sum(example.score for example in examples)
+    low: float | None
+    high: float | None
+    if len(fillers) == 1:
+        low, high = wilson_interval(hits, count)
+    else:
+        interval = clustered_interval(examples)
+        low, high = interval["low"], interval["high"]
+    return {"hits": hits, "count": count, "share": hits / count, "low": low, "high": high}
+
+
+def _count_each(groups: Mapping[str, Mapping[str, Iterable[dict[str, Any]]]]) -> dict[str, Retrieved]:
+    return {name: answers for name, fillers in groups.items() if (answers := count_retrieved(fillers))}
+
+
+def _score(example: Mapping[str, Any]) -> float:
+    """Share of an example's answers that are recalled; files of earlier versions have all of them or none."""
+    return float(example.get("recalled", example["likeliest"] == example["answer"]))
 
 
 def _build_row(
@@ -212,8 +241,10 @@ def _build_row(
     by_filler = {name: list(answers[recipe].values()) for name, answers in fillers.items() if recipe in answers}
     passes = [cell for kind in kinds.values() for cell in kind.cells.get(recipe, [])]
     peaks = [cell["peak_bytes"] for cell in passes if cell.get("peak_bytes") is not None]
-    everything = [cell for cells in by_filler.values() for cell in cells]
-    tasks = list(dict.fromkeys(cell["task"] for cell in everything))
+    tasks: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name, cells in by_filler.items():
+        for cell in cells:
+            tasks.setdefault(cell["task"], {}).setdefault(name, []).append(cell)
     return {
         "number": 0,
         "recipe": recipe,
@@ -227,9 +258,9 @@ def _build_row(
         "ratio": _exp_mean(ratios),
         "inside": None if (change := _exp_mean(changes.values())) is None else 100 * (change - 1),
         "inside_by_kind": {name: 100 * (exp(x) - 1) for name, x in changes.items() if x is not None},
-        "fillers": {name: answers for name, cells in by_filler.items() if (answers := count_retrieved(cells))},
-        "tasks": {t: answers for t in tasks if (answers := count_retrieved(c for c in everything if c["task"] == t))},
-        "retrieved": count_retrieved(everything) if len(by_filler) == len(fillers) else None,
+        "fillers": _count_each({name: {name: cells} for name, cells in by_filler.items()}),
+        "tasks": _count_each(tasks),
+        "retrieved": count_retrieved(by_filler) if len(by_filler) == len(fillers) else None,
         "seconds": min((cell["seconds"] for cell in passes), default=None),
         "peak_bytes": max(peaks, default=None),
         "passes": len(passes),
@@ -282,6 +313,6 @@ def _build_ceiling(length: int | None, kinds: dict[str, KindLosses], retrieval: 
     return {
         "length": length,
         "perplexity": {name: perplexity(loss) for name, loss in own.items() if loss is not None},
-        "fillers": {name: answers for name, cells in fillers.items() if (answers := count_retrieved(cells))},
-        "retrieved": count_retrieved(cell for cells in fillers.values() for cell in cells),
+        "fillers": _count_each({name: {name: cells} for name, cells in fillers.items()}),
+        "retrieved": count_retrieved(fillers),
     }

@@ -115,7 +115,7 @@ def bits_per_byte(losses: Array, sizes: NDArray[np.int64]) -> list[float]:
     return [float(x) for x in losses / log(2) / np.maximum(sizes, 1)]
 
 
-def wilson_interval(hits: int, count: int) -> tuple[float, float]:
+def wilson_interval(hits: float, count: int) -> tuple[float, float]:
     """(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n), p = hits / n, z = 1.96. E. B. Wilson, 1927."""
     p, each = hits / count, Z_95 * Z_95 / count
     middle, reach = p + each / 2, Z_95 * sqrt(p * (1 - p) / count + each / (4 * count))

@@ -83,15 +83,17 @@ def rank_recipes(folder: Path) -> Leaderboard:
 
 
 def _read_retrieval(path: Path) -> dict[str, dict[str, float]]:
-    """Read the share of answers given under each recipe, by task and length."""
+    """Read the share of answers given, or recalled, under each recipe, by task and length."""
     if not path.exists():
         return {}
     data = read_results(path, RERUN_REMEDY, "config", "rows")
-    metric = "share" if data["config"]["score"] == "both" else "likeliest"
+    generated = data["config"]["score"] == "both"
     shares: dict[str, dict[str, float]] = {}
     for row in data["rows"]:
-        if row[metric] is not None:
-            shares.setdefault(row["recipe"], {})[f"{row['task']} {row['length']}"] = row[metric]
+        # rows of earlier versions have the share of the answer's tokens alone
+        score = row["share"] if generated else row.get("recalled", row["likeliest"])
+        if score is not None:
+            shares.setdefault(row["recipe"], {})[f"{row['task']} {row['length']}"] = score
     return shares
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -95,9 +95,11 @@ class Schema:
         identity: fields of the head, or of its `config` as `config.NAME`, that must be as in the earlier run.
         mismatch: what to call a file where they are not.
         needed: fields it must have, beside model, config and cells.
+        merged: mappings of the head, to which the earlier run's entries are added; those in both must agree.
         accumulated: fields of `config` to which the earlier run's values are added, in their order.
         sorted: the same, sorted.
         ensure_ascii: names of files that are no UTF-8 can be written in ASCII alone.
+        upgrade: turns results of earlier versions into what this one writes.
     """
 
     file: str
@@ -105,9 +107,28 @@ class Schema:
     identity: tuple[str, ...]
     mismatch: str
     needed: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
     accumulated: tuple[str, ...] = ()
     sorted: tuple[str, ...] = ()
     ensure_ascii: bool = False
+    upgrade: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    def key(self, cell: Mapping[str, Any]) -> Key:
+        """Return what identifies a cell."""
+        return tuple(cell[name] for name in self.cell_key)
+
+
+def upgrade_retrieval(results: dict[str, Any]) -> dict[str, Any]:
+    """Name the filler in results of versions that had one alone: their plain sentences, or `text` for any other."""
+    if "fillers" in results or "examples" not in results:
+        return results
+    from isentrope.data.tasks.fillers import SENTENCES, TEXT, load_filler  # only reports of old files need them
+
+    name = SENTENCES if results.get("text") == load_filler(SENTENCES).sha256 else TEXT
+    cells = [{"filler": name} | cell for cell in results["cells"]]
+    config = {"fillers": [name]} | results["config"]
+    others = {key: value for key, value in results.items() if key not in ("examples", "text")}
+    return others | {"fillers": {name: results["examples"]}, "config": config, "cells": cells}
 
 
 PERPLEXITY = Schema(
@@ -120,12 +141,14 @@ PERPLEXITY = Schema(
 )
 RETRIEVAL = Schema(
     "retrieval.json",
-    cell_key=("recipe", "task", "length", "depth"),
-    identity=("examples", "config.examples"),
+    cell_key=("recipe", "task", "length", "depth", "filler"),
+    identity=("config.examples",),
     mismatch="another model, or other examples or more or fewer",
-    needed=("examples",),
-    accumulated=("recipes", "tasks"),
+    needed=("fillers",),
+    merged=("fillers", "texts"),
+    accumulated=("recipes", "tasks", "fillers"),
     sorted=("lengths", "depths"),
+    upgrade=upgrade_retrieval,
 )
 CALIBRATION = Schema(
     "calibrate.json",
@@ -155,18 +178,23 @@ class ResultsStore:
         self.earlier = self._read_earlier()
         if self.earlier:
             earlier, config = self.earlier["config"], self.head["config"]
-            config |= {name: list(dict.fromkeys((*earlier[name], *config[name]))) for name in schema.accumulated}
+            for name in schema.accumulated:
+                config[name] = list(dict.fromkeys((*earlier.get(name, ()), *config[name])))
             config |= {name: sorted({*earlier[name], *config[name]}) for name in schema.sorted}
-        cells = self.earlier.get("cells", [])
-        self.cells: dict[Key, Cell] = {tuple(cell[name] for name in schema.cell_key): cell for cell in cells}
+            self.head |= {name: self.earlier.get(name, {}) | self.head.get(name, {}) for name in schema.merged}
+        self.cells: dict[Key, Cell] = {schema.key(cell): cell for cell in self.earlier.get("cells", [])}
 
     def _read_earlier(self) -> dict[str, Any]:
         """Read the results of an earlier run; empty where there are none."""
-        earlier = self.path and read_if_whole(self.path, "model", "config", "cells", *self.schema.needed)
+        earlier = self.path and read_if_whole(self.path, "model", "config", "cells", schema=self.schema)
         if not earlier:
             return {}
         same = is_same_model(earlier["model"], self.head["model"])
-        if not same or any(_get(earlier, field) != _get(self.head, field) for field in self.schema.identity):
+        same &= all(_get(earlier, field) == _get(self.head, field) for field in self.schema.identity)
+        for field in self.schema.merged:
+            before, now = earlier.get(field, {}), self.head.get(field, {})
+            same &= all(before[name] == now[name] for name in before.keys() & now.keys())
+        if not same:
             raise ValueError(f"{self.path}: holds {self.schema.mismatch}; choose another folder")
         return earlier
 
@@ -210,12 +238,24 @@ def read_results(path: Path, remedy: str, *needed: str) -> dict[str, Any]:
     return results
 
 
-def read_if_whole(path: Path, *needed: str) -> dict[str, Any] | None:
-    """Read a results file; None where there is none, or after a warning where it is broken."""
+def read_if_whole(path: Path, *needed: str, schema: Schema | None = None) -> dict[str, Any] | None:
+    """Read a results file; None where there is none, or after a warning where it is broken.
+
+    Args:
+        path: the file.
+        needed: fields it must have.
+        schema: what it holds; results of earlier versions are brought up to it.
+    """
     if not path.exists():
         return None
+    remedy = "all is measured again"
     try:
-        return read_results(path, "all is measured again", *needed)
+        results = read_results(path, remedy, *needed)
+        if schema is not None:
+            results = schema.upgrade(results)
+            if lacking := [name for name in schema.needed if name not in results]:
+                raise BrokenFileError(f"{path}: expected {', '.join(lacking)}, got a file without; {remedy}")
+        return results
     except BrokenFileError as error:
         logger.warning("%s", error)
         return None
@@ -233,9 +273,9 @@ def list_failures(path: Path, recipes: Collection[str], cells: Collection[Key] |
     Args:
         path: `perplexity.json` or `retrieval.json`.
         recipes: whose cells.
-        cells: in `retrieval.json` the (task, length, depth) to look at; all by default.
+        cells: in `retrieval.json` the (task, length, depth, filler) to look at; all by default.
     """
-    results = read_results(path, AGAIN, "cells")
+    results = upgrade_retrieval(read_results(path, AGAIN, "cells"))
     measured = {(cell["recipe"], cell.get("text")) for cell in results["cells"] if not cell.get("failed")}
     failed = [cell for cell in results["cells"] if cell.get("failed")]
     failed += [cell for cell in results.get("failed", []) if (cell["recipe"], cell["text"]) not in measured]

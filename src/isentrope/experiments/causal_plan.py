@@ -12,6 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from isentrope.data.source import Source, find_text_files
+from isentrope.data.tasks import SENTENCES, expand_tasks, parse_fillers
+from isentrope.data.tasks.fillers import TEXT
 from isentrope.evaluation.evaluate import plan_comparison
 from isentrope.evaluation.perplexity import PerplexityConfig
 from isentrope.evaluation.retrieval import RetrievalConfig
@@ -19,8 +21,8 @@ from isentrope.experiments.plan_checks import check_keys, check_list, check_whol
 
 PLAN_KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
 DECODER_KEYS = ("model", "gguf_file", "dtype", "device", "chat")
-RETRIEVAL_KEYS = ("tasks", "lengths", "depths", "examples", "seed", "score", "text", "recipes")
-RETRIEVAL_LISTS = {"recipes": str, "tasks": str, "lengths": int, "depths": float}
+RETRIEVAL_KEYS = ("tasks", "lengths", "depths", "examples", "seed", "score", "text", "recipes", "fillers", "ceiling")
+RETRIEVAL_LISTS = {"recipes": str, "tasks": str, "lengths": int, "depths": float, "fillers": str}
 DEFAULT_DOCUMENTS = 8
 
 
@@ -36,7 +38,7 @@ class CausalPlan:
         documents: Documents read of them, at most.
         perplexity: Recipes and buckets of positions.
         retrieval: Tasks and lengths; None for none.
-        haystack: Files to hide needles in; none for plain sentences.
+        fillers: Files to hide needles in by the filler's name; None for built-in ones.
         skip_unsupported: Leave out recipes that the model cannot be extended with, instead of raising.
     """
 
@@ -47,7 +49,7 @@ class CausalPlan:
     documents: int
     perplexity: PerplexityConfig
     retrieval: RetrievalConfig | None
-    haystack: tuple[Path, ...]
+    fillers: dict[str, tuple[Path, ...] | None]
     skip_unsupported: bool = False
 
 
@@ -63,10 +65,10 @@ def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPl
     check_keys(where, data, PLAN_KEYS, ("decoder", "texts", "edges", "recipes"))
     check_keys(f"{where}: decoder", data["decoder"], DECODER_KEYS, ("model",))
     recipes = check_list(where, data, "recipes", str)
-    retrieval_config, haystack = None, tuple[Path, ...]()
+    retrieval_config, fillers = None, dict[str, tuple[Path, ...] | None]()
     if (entry := data.get("retrieval")) is not None:
-        retrieval_config = _parse_retrieval(f"{where}: retrieval", entry, recipes)
-        haystack = _find_files(entry.get("text", []), folder)
+        fillers = _parse_fillers(f"{where}: retrieval", entry, folder)
+        retrieval_config = _parse_retrieval(f"{where}: retrieval", entry, recipes, tuple(fillers))
     texts = _find_files(data["texts"], folder)
     model = _expand_variables(str(data["decoder"]["model"]))
     local_model = folder / model
@@ -78,15 +80,25 @@ def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPl
         documents=check_whole(where, data, "documents") if "documents" in data else DEFAULT_DOCUMENTS,
         perplexity=PerplexityConfig(recipes, check_list(where, data, "edges", int)),
         retrieval=retrieval_config,
-        haystack=haystack,
+        fillers=fillers,
     )
 
 
-def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> RetrievalConfig:
+def _parse_fillers(where: str, data: Any, folder: Path) -> dict[str, tuple[Path, ...] | None]:
+    """Read the names of fillers, with files as NAME=FILE; `text` has files of the one named so."""
     check_keys(where, data, RETRIEVAL_KEYS, ("tasks", "lengths"))
+    names = check_list(where, data, "fillers", str) if "fillers" in data else ()
+    fillers = parse_fillers(names, lambda name: _find_files(name, folder))
+    if data.get("text"):
+        fillers[TEXT] = _find_files(data["text"], folder)
+    return fillers or {SENTENCES: None}
+
+
+def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...], fillers: tuple[str, ...]) -> RetrievalConfig:
     options = {"recipes": recipes} | {key: value for key, value in data.items() if key != "text"}
     options |= {key: check_list(where, data, key, kind) for key, kind in RETRIEVAL_LISTS.items() if key in data}
-    options |= {key: check_whole(where, data, key) for key in ("examples", "seed") if key in data}
+    options |= {key: check_whole(where, data, key) for key in ("examples", "seed", "ceiling") if key in data}
+    options |= {"tasks": expand_tasks(options["tasks"]), "fillers": fillers}
     if others := [recipe for recipe in options["recipes"] if recipe not in recipes]:
         raise ValueError(f"{where}: recipes: expected some of the plan's, got {others[0]!r}")
     return RetrievalConfig(**options)
@@ -124,7 +136,7 @@ def plan_causal_evaluation(
         documents=documents,
         perplexity=comparison.perplexity,
         retrieval=comparison.retrieval,
-        haystack=(),
+        fillers={SENTENCES: None},
         skip_unsupported=comparison.skip_unsupported,
     )
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from isentrope.data.tasks import load_fillers
 from isentrope.evaluation.evaluate import Comparison, EvaluationInputs, compare_recipes
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import select_cells
+from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, list_failures, read_if_whole
-from isentrope.evaluation.retrieval import PromptFormat, load_haystack
 from isentrope.evaluation.texts import load_texts
 from isentrope.experiments.causal_plan import CausalPlan
 
@@ -26,7 +27,7 @@ def run_causal_plan(plan: CausalPlan, out: Path, notify: Callable[[str], None] =
     inputs = EvaluationInputs(texts)
     if plan.retrieval is not None:
         prompts = PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file), plan.decoder.get("chat"))
-        inputs = EvaluationInputs(texts, prompts, load_haystack(plan.haystack))
+        inputs = EvaluationInputs(texts, prompts, load_fillers(plan.fillers))
     comparison = Comparison(plan.name, plan.title, plan.perplexity, plan.retrieval, plan.skip_unsupported)
     used, _ = compare_recipes(model, Path(name).name, inputs, comparison, out / plan.name, notify)
     return causal_plan_status(replace(plan, perplexity=used.perplexity, retrieval=used.retrieval), out)
@@ -44,8 +45,8 @@ def causal_plan_status(plan: CausalPlan, out: Path) -> dict[str, Any]:
     if plan.retrieval is not None:
         planned = {(recipe, *cell) for recipe in plan.retrieval.recipes for cell in plan.retrieval.cells}
         cells += len(planned)
-        results = read_if_whole(out / plan.name / RETRIEVAL.file, "cells") or {"cells": []}
-        measured = [cell for cell in results["cells"] if tuple(cell[key] for key in RETRIEVAL.cell_key) in planned]
+        results = read_if_whole(out / plan.name / RETRIEVAL.file, "cells", schema=RETRIEVAL) or {"cells": []}
+        measured = [cell for cell in results["cells"] if RETRIEVAL.key(cell) in planned]
         failures = sum(cell["failed"] is not None for cell in measured)
         done, failed = done + len(measured) - failures, failed + failures
     return {"plan": plan.name, "cells": cells, "done": done, "failed": failed}

@@ -28,6 +28,9 @@ from typing import Any
 
 import yaml
 
+from isentrope.data.tasks import SENTENCES, expand_tasks
+from isentrope.data.tasks.fillers import TEXT
+from isentrope.data.tasks.registry import ALL
 from isentrope.evaluation.retrieval import Cell, RetrievalConfig
 from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
 
@@ -72,9 +75,17 @@ class RetrievalPart:
 
     def configure(self, cell: Cell, recipes: tuple[str, ...]) -> RetrievalConfig:
         """Build the configuration that measures one cell under some recipes."""
-        task, length, depth = cell[:3]
+        task, length, depth, filler = cell
         depths = self.config.depths if depth is None else (depth,)
-        return replace(self.config, recipes=recipes, tasks=(task,), lengths=(length,), depths=depths)
+        options: dict[str, Any] = {"tasks": (task,), "lengths": (length,), "depths": depths, "fillers": (filler,)}
+        return replace(self.config, recipes=recipes, **options)
+
+    def place(self, cell: Cell, kind: str) -> Cell | None:
+        """Put a cell into a kind of filler; None for a task with a text of its own, which the first kind has."""
+        task, length, depth, _ = cell
+        if ALL[task].filler is not None:
+            return cell if kind == next(iter(self.texts)) else None
+        return task, length, depth, TEXT if self.texts[kind] else SENTENCES
 
     def cells(self) -> list[Cell]:
         """List tasks, lengths and depths: the middle of the text first, then the ceiling before the longest."""
@@ -179,6 +190,7 @@ def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> Retriev
     check_keys(f"{where}: texts", data["texts"], data["texts"])
     kinds = {"tasks": str, "lengths": int, "depths": float}
     lists: dict[str, Any] = {key: check_list(where, data, key, kind) for key, kind in kinds.items()}
+    lists["tasks"] = expand_tasks(lists["tasks"])
     config = RetrievalConfig((PLAIN,), **lists, examples=check_whole(where, data, "examples"), score="forced")
     chosen = check_list(where, data, "recipes", str) if "recipes" in data else None
     if others := [recipe for recipe in chosen or () if recipe not in recipes]:

@@ -14,13 +14,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from isentrope.data.tasks import load_haystack
 from isentrope.evaluation.frontier import COMPARISON_FILE, FILLER_SUFFIX
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
+from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.ranking import forgets
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, Schema, read_if_whole, write_results
-from isentrope.evaluation.retrieval import Cell, PromptFormat, load_haystack, measure_retrieval
+from isentrope.evaluation.retrieval import Cell, measure_retrieval
 from isentrope.evaluation.texts import Text, load_texts
 from isentrope.experiments.comparison_plan import PLAIN, ComparisonPlan
 from isentrope.experiments.prepared_prompts import PreparedPrompts, PromptWorkers
@@ -58,8 +60,8 @@ class Step:
 
     def read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Read the cells that are measured, by recipe and key."""
-        results = read_if_whole(self.path, "cells") or {"cells": []}
-        cells = {tuple(cell[name] for name in self.schema.cell_key): cell for cell in results["cells"]}
+        results = read_if_whole(self.path, "cells", schema=self.schema) or {"cells": []}
+        cells = {self.schema.key(cell): cell for cell in results["cells"]}
         return {key: cell for key, cell in cells.items() if cell.get("failed") is None}
 
     def missing(self) -> list[str]:
@@ -197,15 +199,17 @@ class ComparisonInputs:
         cells = part.cells() if part else []
         for index, cell in enumerate(cells):
             for kind in self.haystacks:
+                if part is None or (placed := part.place(cell, kind)) is None:
+                    continue
                 folder = out / f"{kind}{FILLER_SUFFIX}"
                 yield Step(
                     label=f"{kind} filler {' '.join(map(str, cell))}",
                     place=index / len(cells),
                     cost=("prompt", cell[1]),
-                    recipes=part.select_recipes(cell, recipes) if part else (),
+                    recipes=part.select_recipes(cell, recipes),
                     path=folder / RETRIEVAL.file,
                     schema=RETRIEVAL,
-                    key=cell,
+                    key=placed,
                     measure=partial(self._measure_retrieval, model, kind, cell, folder),
                     describe=_describe_answers,
                 )
@@ -220,7 +224,7 @@ class ComparisonInputs:
     ) -> None:
         assert self.plan.retrieval is not None  # it has cells
         self.workers.receive(kind, cell)
-        config = self.plan.retrieval.configure(cell, recipes)
+        config = self.plan.retrieval.configure(self.plan.retrieval.place(cell, kind) or cell, recipes)
         measure_retrieval(model, self.name, self.prompts, self.haystacks[kind], config, out)
 
 

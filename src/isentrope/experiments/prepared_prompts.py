@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isentrope.data.needles import Example, Haystack, draft_example, fill_to_length
-from isentrope.evaluation.retrieval import Cell, Prompt, PromptFormat
+from isentrope.data.tasks import Example, Haystack, draft_example, fill_to_length
+from isentrope.evaluation.prompts import Prompt, PromptFormat
+from isentrope.evaluation.retrieval import Cell
 
 _inherited: list[Any] = []  # by a forked process: tokenizer, whether prompts are a chat, texts around the facts
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ class LayerDescription:
     Attributes:
         cache: "rotated keys", "raw keys", or "keys" where the model does not rotate them.
         tau: the temperature of the last query of n keys, for each of `LENGTHS` (one value, or one for each head); of
-            near keys where far ones have another.
+            near keys where far ones have another; None where it depends on more than n, see `other_laws`.
         far_tau: that of far keys; None where there are none.
         far_bias: what a share law adds to the scores of far keys; None where there are none.
         far_keys: which far keys a query sees, where they are chosen; None where it sees all.
@@ -37,6 +39,8 @@ class LayerDescription:
             each group of pairs where they differ, None where the key is not visible.
         row_length: the keys of the row that `distances` are for, where they depend on that; else None.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
+        other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
+            page, each a name and a text.
     """
 
     index: int
@@ -44,12 +48,13 @@ class LayerDescription:
     position: str
     mask: str
     cache: str
-    tau: tuple[tuple[float, ...], ...]
+    tau: tuple[tuple[float, ...], ...] | None
     distances: tuple[float | tuple[float, ...] | None, ...]
     fastest: float | None
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
     far_bias: tuple[tuple[float, ...], ...] | None = None
+    other_laws: tuple[tuple[str, str], ...] = ()
     far_keys: str | None = None
     row_length: int | None = None
 
@@ -58,7 +63,7 @@ class LayerDescription:
         at = " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
         at += "" if self.row_length is None else f" in a row of {self.row_length} keys"
         laws = {"τ at n": self.tau}
-        if self.far_tau is not None and self.far_bias is not None and self.far_tau != self.tau:
+        if self.far_bias is not None and self.far_tau != self.tau:
             laws = {"near τ": self.tau, "far τ": self.far_tau}
         if self.far_bias is not None and any(bias != (0.0,) for bias in self.far_bias):
             laws["far bias"] = self.far_bias
@@ -66,7 +71,8 @@ class LayerDescription:
             (
                 f"  position  {self.position}; {waves}; {self.cache} in the cache",
                 f"  distance  {at}",
-                *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items()),
+                *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items() if values is not None),
+                *(f"  {name:8}  {text}" for name, text in self.other_laws),
                 f"  mask      {self.mask}",
                 *([] if self.far_keys is None else [f"  retrieve  {self.far_keys}"]),
             )
@@ -125,15 +131,50 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         position=str(method) if changed and method is not None else "the model's own",
         mask=_format_region(region),
         cache="raw keys" if raw else "rotated keys" if info.rope is not None else "keys",
-        tau=tuple(_compute_tau(layer, region, n, info, "near") for n in LENGTHS),
+        tau=_tabulate_tau(layer, region, info, "near"),
         distances=tuple(_compute_distance(layer, region, d, info) for d in DISTANCES),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
-        far_tau=tuple(_compute_tau(layer, region, n, info, "far") for n in LENGTHS) if has_far_keys else None,
+        far_tau=_tabulate_tau(layer, region, info, "far") if has_far_keys else None,
         far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
+        other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
         far_keys=_describe_choice(layer.recipe),
         row_length=DEPTH + 1 if raw and layer.recipe.position.depends_on_row_length else None,
     )
+
+
+def _describe_other_laws(layer: Layer) -> Iterator[tuple[str, str]]:
+    """Yield temperatures that depend on more than the number of keys."""
+    for law in layer.recipe.temperatures:
+        keys = getattr(law, "keys", "all")
+        name = "τ" if keys == "all" else f"{keys} τ"
+        if hasattr(law, "by_entropy"):
+            yield name, f"from the entropy of each query's attention, so that it depends on the text: {law}"
+        elif hasattr(law, "by_distance"):
+            factors, biases = (x.tolist() for x in law.by_distance(torch.tensor(DISTANCES, dtype=torch.float64)))
+            terms = zip(DISTANCES, factors, biases, strict=True)
+            yield name, "by distance, with a bias: " + " ".join(f"{n}→{a:.3g} ({m:.3g})" for n, a, m in terms)
+
+
+def _describe_left_out(extension: Extension, info: LayerInfo, layer: Layer) -> Iterator[tuple[str, str]]:
+    """Yield the laws of near and far keys that a layer without such keys leaves out."""
+    if layer.recipe.position is not None:
+        return
+    recipe = extension.recipe.for_layer(info.index)
+    kept = ("all",) if info.rope is None else ("all", "near")
+    laws = [law for law in recipe.temperatures if getattr(law, "keys", "all") not in kept]
+    texts = [shorten_recipe(str(part)) for part in (*laws, recipe.share, recipe.retrieve) if part is not None]
+    if texts:
+        reason = "this layer does not rotate" if info.rope is None else "all keys of this layer are near"
+        yield "left out", f"{' and '.join(texts)}, since {reason}"
+
+
+def _tabulate_tau(layer: Layer, region: Region, info: LayerInfo, keys: str) -> tuple[tuple[float, ...], ...] | None:
+    """Return τ of near or far keys for each of `LENGTHS`; None where it depends on more than the number of keys."""
+    law = next((law for law in layer.recipe.temperatures if getattr(law, "keys", "all") in ("all", keys)), None)
+    if law is not None and not hasattr(law, "scale"):
+        return None
+    return tuple(_compute_tau(layer, law, region, n, info.head_dim) for n in LENGTHS)
 
 
 def _describe_choice(recipe: Recipe) -> str | None:
@@ -159,8 +200,7 @@ def _get_frequencies(position: Position | None, info: LayerInfo) -> Tensor | Non
     return position.frequencies(info.head_dim, length, torch.float32, torch.device("cpu")).detach()
 
 
-def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo, keys: str) -> tuple[float, ...]:
-    law = next((law for law in layer.recipe.temperatures if getattr(law, "keys", "all") in ("all", keys)), None)
+def _compute_tau(layer: Layer, law: Any, region: Region, n: int, head_dim: int) -> tuple[float, ...]:
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
@@ -169,7 +209,7 @@ def _compute_tau(layer: Layer, region: Region, n: int, info: LayerInfo, keys: st
         count = count - _count_hidden(layer, layout)
     count = count[:, None].float()
     with torch.no_grad():
-        return tuple(law.scale(count, info.head_dim).flatten().tolist())
+        return tuple(law.scale(count, head_dim).flatten().tolist())
 
 
 def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> tuple[float, ...]:

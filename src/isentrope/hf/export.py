@@ -16,7 +16,7 @@ from isentrope.hf.extend import Extension, find_model, get_extension
 from isentrope.hf.rope import FREQUENCY_BUFFER, ModelRope
 from isentrope.hf.saved_models import AUTO_MODULE, copy_plain_config
 from isentrope.masks import Causal, Full, Window
-from isentrope.positions import NTK, PI, RoPE, YaRN
+from isentrope.positions import NTK, PI, LongRoPE, RoPE, YaRN
 from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.scores import Dot
 from isentrope.temperatures import Constant, YaRNTemperature
@@ -37,8 +37,8 @@ def export(model: nn.Module, folder: str | Path, *, remote_code: bool = False, *
     """Write an extended model for programs that do not import isentrope.
 
     By default it becomes a plain model of transformers, for any engine, which takes a recipe that transformers has
-    itself: `pi`, `yarn` (with the static `yarntemperature`, or none), `ntk`, `rope:base=…`, and `window` on models with
-    windows.
+    itself: `pi`, `yarn` (with the static `yarntemperature`, or none), `ntk`, `longrope`, `rope:base=…`, and `window` on
+    models with windows.
 
     Args:
         model: an extended model.
@@ -96,8 +96,7 @@ def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
     if recipe.score is not None and not isinstance(recipe.score, Dot):
         raise ValueError(_no_native_form(recipe, f"{recipe.score} changes scores"))
     changed = {rope.layer_type: rope for rope, _, _ in extension.frequencies}
-    dynamic = isinstance(recipe.position, NTK) and recipe.position.dynamic
-    if dynamic:
+    if _get_switch_length(recipe.position) is not None:
         changed = {layer.rope.layer_type: layer.rope for layer in extension.layers if layer.rope is not None}
     if recipe.position is None or (not changed and type(recipe.position) is RoPE):
         _to_rope_parameters(recipe, {}, 2, config)  # refuses temperatures
@@ -115,7 +114,7 @@ def _write_rope(config: PreTrainedConfig, extension: Extension) -> None:
             config.rope_parameters = written
         else:
             config.rope_parameters[layer_type] = written
-    if isinstance(recipe.position, YaRN):
+    if type(recipe.position) is YaRN:
         config.max_position_embeddings = int(recipe.position.factor * recipe.position.require_original_length())
 
 
@@ -127,7 +126,7 @@ def _to_rope_parameters(
         raise ValueError(_no_native_form(recipe, f"{recipe.share or 'a pair of temperatures'} has none"))
     position, law = recipe.position, recipe.temperature
     static = isinstance(law, YaRNTemperature) and law.factor is not None
-    if isinstance(position, YaRN):
+    if type(position) is YaRN:
         if not (law is None or isinstance(law, Constant) or static):
             raise ValueError(_no_native_form(recipe, f"{law} changes with the length"))
         return parameters | {
@@ -151,9 +150,26 @@ def _to_rope_parameters(
             return parameters | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
             return parameters | {"rope_theta": position.base * position.factor ** (dim / (dim - 2))}
+        case LongRoPE(factors=tuple(long)):
+            length = position.original_length
+            short = position.short or (long if length is None else (1.0,) * len(long))
+            return parameters | {
+                "rope_type": "longrope",
+                "long_factor": list(long),
+                "short_factor": list(short),
+                "original_max_position_embeddings": length or config.max_position_embeddings,
+                "attention_factor": 1.0,
+            }
         case RoPE():
             return parameters | {"rope_theta": position.base}
     raise ValueError(_no_native_form(recipe, f"{position} has none"))
+
+
+def _get_switch_length(position: Any) -> int | None:
+    """Return the length beyond which a method has other frequencies; None where it has the same at any."""
+    if (isinstance(position, NTK) and position.dynamic) or (isinstance(position, LongRoPE) and position.factors):
+        return position.original_length
+    return None
 
 
 def _write_window(config: PreTrainedConfig, recipe: Recipe) -> None:
@@ -227,8 +243,8 @@ def _check_logits(model: PreTrainedModel, native: PreTrainedModel, extension: Ex
     length = 64
     if isinstance(mask, Window):
         length = min(mask.size + 16, MAX_CHECK_LENGTH)
-    if isinstance(position, NTK) and position.dynamic:
-        length = min(position.require_original_length() + 16, MAX_CHECK_LENGTH)
+    if (switch := _get_switch_length(position)) is not None:
+        length = min(switch + 16, MAX_CHECK_LENGTH)
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     training = model.training

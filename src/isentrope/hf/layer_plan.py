@@ -108,7 +108,8 @@ def _check_tables(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
     far = torch.full((1, 1, 1), 1 << 20)
     for layer in layers:
         layer_recipe = recipe.for_layer(layer.index)
-        laws = [(law, law.scale(far, layer.head_dim)) for law in layer_recipe.temperatures]
+        by_length = [law for law in layer_recipe.temperatures if hasattr(law, "scale")]
+        laws = [(law, law.scale(far, layer.head_dim)) for law in by_length]
         if (share := layer_recipe.share) is not None:
             laws.append((share, share.bias(far)))
         for law, values in laws:
@@ -146,10 +147,15 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
     """Decide what becomes of each layer. `owner` is the model, on which a learned position method is registered."""
     recipes = [_localize(recipe.for_layer(layer.index), layer) for layer in layers]
     positions = _fit_positions(recipe, layers, config.model_type, owner)
+    without_far_keys: dict[tuple[Any, ...], Recipe] = {}  # made once, so that layers share its parts
     plans = []
     for layer, layer_recipe, fitted in zip(layers, recipes, positions, strict=True):
         if fitted is None:
-            plans.append(LayerPlan(layer_recipe.without_far_keys()))
+            near_only = layer.rope is not None and layer_recipe.position is not None
+            key = (near_only, *map(id, layer_recipe.parts))
+            if key not in without_far_keys:
+                without_far_keys[key] = layer_recipe.without_far_keys(near_only=near_only)
+            plans.append(LayerPlan(without_far_keys[key]))
         elif fitted.theta is not None:
             plans.append(LayerPlan(layer_recipe.without_far_keys(), theta=fitted.theta))
         else:
@@ -234,7 +240,7 @@ def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
     """Return whether a position method applies to a layer.
 
     Where a model keeps frequencies of their own for its windowed layers, those never see a distance that is new to
-    them, and stay as they are.
+    them, and stay as they are: all their keys are near, to a temperature of near keys too.
     """
     rotated = [other for other in layers if other.rope is not None]
     alike = [other for other in rotated if other.rope.same(layer.rope)]  # type: ignore[union-attr]

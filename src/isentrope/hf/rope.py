@@ -16,7 +16,7 @@ from isentrope.core.region import EVERYTHING, band
 from isentrope.core.rotation import rotate
 from isentrope.hf.names import SHARED_POSITION
 from isentrope.masks import Mask, Sink
-from isentrope.positions import Branch, Lengths, ModelRotary, Position
+from isentrope.positions import Branch, Lengths, LongRoPE, ModelRotary, Position
 from isentrope.positions.rope import Rotary
 
 FREQUENCY_BUFFER = "inv_freq"
@@ -88,11 +88,17 @@ class ModelRope:
         """`rope_type` of the model's config."""
         return self.parameters.get("rope_type", "default")
 
-    def as_model(self, model_type: str = "model") -> ModelRotary:
-        """Describe the model's rotation to a position method."""
+    def as_model(self, model_type: str = "model", length: Tensor | int = 1) -> ModelRotary:
+        """Describe the model's rotation, in rows of this length, to a position method."""
         layout, base = "interleaved" if self.interleaved else "half", self.parameters.get("rope_theta")
         base = None if base is None else float(base)
-        return ModelRotary(model_type, self.theta.float(), layout, self.kind, base, self.parameters)
+        model = ModelRotary(model_type, self.theta.float(), layout, self.kind, base, self.parameters)
+        if self.kind != "longrope":
+            return model
+        # by the config: the buffer has those of the last pass
+        device = length.device if isinstance(length, Tensor) else self.theta.device
+        theta = LongRoPE().fit(model).frequencies(model.dim, length, torch.float32, device)
+        return replace(model, theta=theta)
 
     def same(self, other: ModelRope | None) -> bool:
         """Return whether both are the same frequencies of the same module."""
@@ -206,7 +212,7 @@ class FittedPosition(Position):
         return self.inner.depends_on_row_length
 
     def cache_key(self) -> Hashable:
-        if self.rope.kind in self.inner.replaces_rope_types:  # the model's own change with every pass, and are not read
+        if self.rope.kind == "longrope":  # its buffer changes with every pass, and is not read
             return self.inner.cache_key()
         return self.rope.cache_key(), self.inner.cache_key()
 
@@ -231,7 +237,7 @@ class FittedPosition(Position):
         inner = self.inner if self.owner is None else getattr(self.owner, SHARED_POSITION)
         if inner.keys_cacheable:  # in the precision of the model's own module
             return rescale_frequencies(inner, self.rope, length).to(device, dtype)
-        return inner.rescale(self.rope.as_model(), length, dtype, device)
+        return inner.rescale(self.rope.as_model(length=length), length, dtype, device)
 
 
 def fit_position(
@@ -253,7 +259,14 @@ def fit_position(
     Raises:
         ValueError: the method and the model's frequencies exclude each other.
     """
-    fitted = _fill_in(position, rope, model_type)
+    if rope.kind == "dynamic" or (rope.kind == "longrope" and stream is not None):
+        what = f"leave {position.name()!r} out" if stream is None else "leave the sinks out"
+        raise ValueError(
+            f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which "
+            f"{'no other position method' if stream is None else 'distances inside a cache'} can be joined to; {what}, "
+            "or load it with rope_type 'default'"
+        )
+    fitted = position.fit(rope.as_model(model_type))
     if not fitted.rotates:
         return fitted, None
     _check_rescale(fitted)
@@ -269,7 +282,8 @@ def fit_position(
 
 def rescale_frequencies(position: Position, rope: ModelRope, length: Tensor | int) -> Tensor:
     """Compute what a method makes of a model's frequencies, in fp32 as models hold them."""
-    return position.rescale(rope.as_model(), length, torch.float32, rope.theta.device)
+    model = rope.as_model(length=length)
+    return position.rescale(model, length, torch.float32, model.theta.device)
 
 
 def is_plain_rotation(position: Position) -> bool:
@@ -291,16 +305,6 @@ def _check_rescale(position: Position) -> None:
             f"{position.name()}: has frequencies of its own, and its rescale is that of a method without; implement "
             f"{kind.__name__}.rescale(model, length, dtype, device) to extend a model with it"
         )
-
-
-def _fill_in(position: Position, rope: ModelRope, model_type: str) -> Position:
-    """Take from the model what a position method leaves open."""
-    if rope.kind in LENGTH_DEPENDENT_ROPE_TYPES and rope.kind not in position.replaces_rope_types:
-        raise ValueError(
-            f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which no other "
-            f"position method can be joined to; leave {position.name()!r} out, or load it with rope_type 'default'"
-        )
-    return position.fit(rope.as_model(model_type))
 
 
 def get_streaming_window(mask: Mask | None, position: Position | None) -> tuple[int, int] | None:

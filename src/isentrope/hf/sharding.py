@@ -80,7 +80,7 @@ class HeadwisePosition(Position):
 
 def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
     """Return a law for the heads that are in this process; raise ValueError where it learns one value for each."""
-    if law is None or heads.count == heads.total:
+    if heads.count == heads.total or not hasattr(law, "scale"):  # of the others no head has values of its own
         return law
     if law.scale(torch.full((1, 1, 1), 1 << 20), head_dim).shape[-2] == 1:
         return law

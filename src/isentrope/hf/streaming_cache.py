@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from isentrope.core.region import band
 from isentrope.hf.extend import get_extension
 from isentrope.hf.mask import EvictingOffset
-from isentrope.hf.rope import get_streaming_window
+from isentrope.hf.rope import LENGTH_DEPENDENT_ROPE_TYPES, get_streaming_window
 from isentrope.masks import Lambda, Sink
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
@@ -101,6 +101,11 @@ class StreamingCache(Cache):
             )
         # all layers share one mask, so that they keep the same tokens: those that any of them needs
         sinks, window = (max(each) for each in zip(*known, strict=True))
+        if any(layer.rope is not None and layer.rope.kind in LENGTH_DEPENDENT_ROPE_TYPES for layer in extension.layers):
+            raise ValueError(
+                "StreamingCache: expected angles that do not depend on the length of the text, which it does not keep; "
+                "load the model with rope_type 'default'"
+            )
         native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
         if native and max(native) >= window:
             raise ValueError(
@@ -118,7 +123,7 @@ class StreamingCache(Cache):
 def _get_sinks_and_window(recipe: Recipe) -> tuple[int, int] | None:
     """Return sinks and window of a recipe that neither sees nor counts the tokens between; None for any other."""
     mask, position = recipe.mask, recipe.position
-    if recipe.counts_unseen_keys or not isinstance(mask, (Sink, Lambda)):
+    if recipe.counts_unseen_keys or recipe.retrieve is not None or not isinstance(mask, (Sink, Lambda)):
         return None
     size = mask.size if isinstance(mask, Sink) else mask.window
     if mask.region(True) != Sink(mask.sinks, size).region(True):

@@ -90,7 +90,6 @@ class Position(Part):
     rotates = False
     longest: int | None = None  # the longest supported row
     keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
-    replaces_rope_types: tuple[str, ...] = ()  # those of models' configs that change with the length and it can replace
 
     @property
     def near_window(self) -> int | None:

@@ -34,7 +34,6 @@ class LongRoPE(TrainedLength):
     factors: tuple[float, ...] | None = None
     short: tuple[float, ...] | None = None
     original_length: int | None = None
-    replaces_rope_types = ("longrope",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +82,7 @@ class LongRoPE(TrainedLength):
     def fit(self, model: ModelRotary) -> Self:
         if self.factors is None:
             return self._take_over(model)
-        if model.kind in self.replaces_rope_types:
+        if model.kind == self.name():
             raise ValueError(
                 f"{model.model_type}: its config has factors of its own; leave factors out, or load it with rope_type "
                 "'default'"
@@ -100,7 +99,7 @@ class LongRoPE(TrainedLength):
 
     def _take_over(self, model: ModelRotary) -> Self:
         """Return the method with the factors of a model's config."""
-        if model.kind not in self.replaces_rope_types:
+        if model.kind != self.name():
             raise ValueError(
                 f"{model.model_type}: its config has no factors for longrope (rope_type {model.kind!r}); add them as "
                 "longrope:factors=(…), one for each pair"

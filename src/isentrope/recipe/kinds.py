@@ -18,7 +18,8 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
     "temperature": (
         temperatures.Constant, temperatures.LogLength, temperatures.SoftmaxPlus, temperatures.LogN,
         temperatures.Power, temperatures.YaRNTemperature, temperatures.InfoScale, temperatures.InfoScaleExact,
-        temperatures.Llama4, temperatures.SSMax, temperatures.Fitted,
+        temperatures.Llama4, temperatures.SSMax, temperatures.Fitted, temperatures.Adaptive,
+        temperatures.ScaleInvariant,
     ),
     "score": (scores.Dot, scores.Cosine),
     "mask": (masks.Full, masks.Causal, masks.Window, masks.Sink, masks.Lambda, masks.And, masks.Or),

@@ -12,7 +12,7 @@ from isentrope.recipe.parsing import split_text
 from isentrope.recipe.recipe import Recipe, as_recipe
 from isentrope.utils.messages import format_value, truncate
 
-EXAMPLE = "layers:0-2=infoscale;3-=rerope:window=4096+share"
+EXAMPLE = "layers:0-2=sink:size=1024;3-=rerope:window=4096+share"
 
 
 class LayerGroup(NamedTuple):
@@ -29,9 +29,9 @@ class LayerRecipes(Recipe):
     (`position` and the others) belong to the recipe of one layer, which `for_layer` returns.
 
     Args:
-        recipes: recipes or their text by layers: {"0-2": "infoscale", "3-": Recipe(…)}, or pairs of these. Layers are
-            counted from 0; "0-2" includes both ends, "3-" goes to the last layer, "0,5,7" is a list, and "*" stands for
-            all the rest.
+        recipes: recipes or their text by layers: {"0-2": "sink:size=1024", "3-": Recipe(…)}, or pairs of these.
+            Layers are counted from 0; "0-2" includes both ends, "3-" goes to the last layer, "0,5,7" is a list, and "*"
+            stands for all the rest.
 
     Attributes:
         groups: layers and their recipe, in the order of the layers.

@@ -12,7 +12,6 @@ import torch
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import MAX_RECIPE_TEXTS, register_clear
 from isentrope.core.choice import BlockChoice
-from isentrope.parts import Part
 from isentrope.recipe.kinds import KINDS, LAYERS, PLAIN
 from isentrope.recipe.parsing import parse_part, part_from_dict, split_text
 from isentrope.share import Share
@@ -57,6 +56,9 @@ class Recipe:
     def _check_far_keys(self) -> None:
         parts = [part for part in self.temperatures if getattr(part, "keys", "all") != "all"]
         parts += [part for part in (self.share, self.retrieve) if part is not None]
+        by_distance = [part for part in self.temperatures if hasattr(part, "by_distance")]
+        if self.retrieve is not None and by_distance:
+            raise ValueError(f"recipe: {by_distance[0]} cannot be joined with a choice of far keys; leave out retrieve")
         if parts and (self.position is None or not self.position.has_far_keys):
             raise ValueError(
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
@@ -90,7 +92,9 @@ class Recipe:
         """Whether a temperature or the position method depends on more than the keys that a query sees."""
         if self.position is not None and self.position.depends_on_row_length:
             return True
-        return any(getattr(part, "count", "visible") != "visible" for part in self.temperatures)
+        return any(
+            getattr(part, "count", "visible") != "visible" or hasattr(part, "by_distance") for part in self.temperatures
+        )
 
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
@@ -100,7 +104,8 @@ class Recipe:
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
-        parts: list[tuple[Any, type[Part]]] = [(part, temperatures.Temperature) for part in self.temperatures]
+        laws = (temperatures.Temperature, temperatures.Adaptive, temperatures.ScaleInvariant)
+        parts: list[tuple[Any, Any]] = [(part, laws) for part in self.temperatures]
         parts += [(self.position, positions.Position), (self.share, Share)]
         known = all(part is None or (isinstance(part, kind) and not part.learns) for part, kind in parts)
         return known and not any(masks.find_data_masks(self.mask))
@@ -139,10 +144,15 @@ class Recipe:
             return self
         return replace(self, temperature=tuple(parts), share=share)
 
-    def without_far_keys(self) -> Recipe:
-        """Return the recipe for a layer without a position method: of the other parts, those for all keys."""
-        parts = tuple(part for part in self.temperatures if getattr(part, "keys", "all") == "all")
-        return replace(self, position=None, temperature=parts, share=None, retrieve=None)
+    def without_far_keys(self, *, near_only: bool = False) -> Recipe:
+        """Return the recipe for a layer without a position method: of the other parts, those for all keys.
+
+        Args:
+            near_only: all keys of the layer are near, so that a temperature of near keys is one of all.
+        """
+        kept = ("all", "near") if near_only else ("all",)
+        laws = [law for law in self.temperatures if getattr(law, "keys", "all") in kept]
+        return replace(self, position=None, temperature=tuple(map(_apply_to_all_keys, laws)), share=None, retrieve=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the name and options of every part, of two temperatures as a list."""
@@ -191,7 +201,7 @@ class Recipe:
 
         Args:
             text: the recipe, such as "rerope:window=64+infoscale:train_length=64", "plain" for no part, or a recipe per
-                layer such as "layers:0-2=infoscale:train_length=64;3-=rerope:window=64", which gives a `LayerRecipes`.
+                layer such as "layers:0-2=sink:size=64;3-=rerope:window=64", which gives a `LayerRecipes`.
             defaults: values of required options that the text leaves out, such as a model's train_length.
 
         Raises:
@@ -231,12 +241,21 @@ def _check_part(kind: str, part: Any) -> None:
     bases: dict[str, type] = {
         "score": scores.Score, "position": positions.Position, "mask": masks.Mask, "retrieve": BlockChoice,
     }  # fmt: skip
-    method = {"temperature": "scale", "share": "bias"}.get(kind)
-    valid = isinstance(part, bases[kind]) if method is None else hasattr(part, method)
+    methods = {"temperature": ("scale", "by_entropy", "by_distance"), "share": ("bias",)}.get(kind)
+    valid = any(hasattr(part, method) for method in methods) if methods else isinstance(part, bases[kind])
     if isinstance(part, type) or not valid:
         raise ValueError(
             f"Recipe({kind}=…): expected a {kind} such as {KINDS[kind][0].__name__}(), got {format_value(part)}"
         )
+
+
+def _apply_to_all_keys(law: Any) -> Any:
+    """Return a temperature, or a copy of it that is for all keys."""
+    if getattr(law, "keys", "all") == "all":
+        return law
+    law = copy(law)
+    vars(law)["keys"] = "all"  # of a frozen dataclass as of a module
+    return law
 
 
 def _order_pair(parts: Sequence[Any]) -> Any:

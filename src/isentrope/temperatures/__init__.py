@@ -1,5 +1,6 @@
-"""Temperatures: the factor τ(n) of the score, a function of the number of keys n."""
+"""Temperatures: the factor τ of the score, a function of the number of keys, of the entropy, or of the distance."""
 
+from isentrope.temperatures.adaptive import Adaptive
 from isentrope.temperatures.fitted import Fitted
 from isentrope.temperatures.laws import (
     Constant,
@@ -13,9 +14,11 @@ from isentrope.temperatures.laws import (
     Temperature,
     YaRNTemperature,
 )
+from isentrope.temperatures.scale_invariant import ScaleInvariant
 from isentrope.temperatures.ssmax import SSMax
 
 __all__ = [
+    "Adaptive",
     "Constant",
     "Fitted",
     "InfoScale",
@@ -25,6 +28,7 @@ __all__ = [
     "LogN",
     "Power",
     "SSMax",
+    "ScaleInvariant",
     "SoftmaxPlus",
     "Temperature",
     "YaRNTemperature",

@@ -1,7 +1,8 @@
 """Windows, with first keys and far keys beside them: a Triton kernel for the band around the diagonal.
 
 It rotates and scales queries in registers, takes in the first keys on the way, and merges far keys, a triangle that
-PyTorch's fastest kernel computes, into its output. Keys are folded beforehand, since many blocks of queries read each.
+PyTorch's fastest kernel computes, into its output. Last queries that see a far corner beside it go to those kernels.
+Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 """
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isentrope.backends.band.corner import split_corner
 from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset
 from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import SDPABackend
@@ -55,7 +57,7 @@ class BandBackend(SDPABackend):
             return reason
         if (plan := _get_plan(call)) is None:
             return "it takes whole rows that see a window, first keys and a triangle of far ones"
-        if call.needs_grad and (plan.far_branch is None or plan.sinks):
+        if call.needs_grad and (plan.far_branch is None or plan.sinks or split_corner(call) is not None):
             return "it has no backward but of a window with a triangle of far keys"
         return None
 
@@ -64,7 +66,10 @@ class BandBackend(SDPABackend):
         return self.refusal(call) is None and (plan := _get_plan(call)) is not None and plan.far_branch is None
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        return MergedBackend.forward(self, call, need_lse) if call.needs_grad else self.run_kernel(call)
+        if call.needs_grad:
+            return MergedBackend.forward(self, call, need_lse)
+        parts = split_corner(call)
+        return self.run_kernel(call) if parts is None else self._forward_parts(*parts)
 
     def run_kernel(self, call: AttentionCall, far: PartialOutput | None = None) -> tuple[Tensor, Tensor]:
         """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
@@ -85,6 +90,12 @@ class BandBackend(SDPABackend):
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
 
+    def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
+        """Compute the queries before a far corner with the kernel, and the few that see it with SDPA's."""
+        parts = self.run_kernel(most), SDPABackend().forward(last, True)
+        assert parts[1][1] is not None
+        return torch.cat((parts[0][0], parts[1][0]), 2), torch.cat((parts[0][1], parts[1][1]), 2)
+
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Compute folded branches, a window and a triangle of far keys, for the merged backward."""
         from isentrope.backends.band.kernel import launch
@@ -98,6 +109,8 @@ class BandBackend(SDPABackend):
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:
+    if (parts := split_corner(call)) is not None:
+        call = parts[0]
     layout = call.layout
     if not layout.plain:
         return None

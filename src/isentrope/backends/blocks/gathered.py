@@ -19,7 +19,7 @@ from isentrope.core.choice import ChosenBlocks, QueryGroups
 from isentrope.core.dtypes import accumulation_dtype
 
 # of gathered keys and values, and of scores
-MAX_TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+MAX_TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 
 class GroupTile(NamedTuple):

@@ -19,7 +19,9 @@ from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import device_context
 
 LN2 = tl.constexpr(log(2))
-MAX_ROWS = 128
+# Rows and keys of a tile, pipeline stages and warps, by head size: the shapes that are fastest for the band kernel.
+SHAPES = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
+MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
 
 
 def launch(branch: FoldedBranch) -> PartialOutput:
@@ -31,8 +33,7 @@ def launch(branch: FoldedBranch) -> PartialOutput:
     kv_heads, value_size = k.shape[1], v.shape[-1]
     out = v.new_empty(batch, heads, queries, value_size)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    rows = min(MAX_ROWS if size <= 128 else 64, max(16, triton.next_power_of_2(choice.queries * branch.groups)))
-    columns = min(8192 // max(size, value_size), 128, max(16, triton.next_power_of_2(choice.size)))
+    rows, columns, stages, warps = _choose_shape(branch, choice.queries * branch.groups, choice.size)
     tiles = triton.cdiv(choice.queries * branch.groups, rows)
     index = chosen.index.to(torch.int32).contiguous()
     with device_context(q):
@@ -41,9 +42,23 @@ def launch(branch: FoldedBranch) -> PartialOutput:
             heads, queries, groups.keys, groups.count, groups.lead, groups.window, branch.scale / log(2),
             SHARED=branch.groups, QUERIES=choice.queries, BLOCKS=choice.blocks, BLOCK_SIZE=choice.size,
             FIRST_BLOCK=choice.first_block, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns, TILES=tiles,
-            IEEE=q.dtype == torch.float32, num_warps=8 if rows == MAX_ROWS else 4, num_stages=3 if size <= 64 else 2,
+            IEEE=q.dtype == torch.float32, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return PartialOutput(out, lse)
+
+
+def _choose_shape(branch: FoldedBranch, rows: int, block_size: int) -> tuple[int, int, int, int]:
+    """Return rows and keys of a tile, pipeline stages and warps that fit the memory of a multiprocessor."""
+    q, v = branch.q, branch.v
+    size = max(q.shape[-1], v.shape[-1])
+    most_rows, columns, stages, warps = SHAPES[size]
+    rows = min(most_rows, max(MIN_MATRIX_SIZE, triton.next_power_of_2(rows)))
+    columns = min(columns, max(MIN_MATRIX_SIZE, triton.next_power_of_2(block_size)))
+    if q.is_cuda:
+        memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        while stages > 1 and (rows + 2 * stages * columns) * size * q.element_size() > memory:
+            stages -= 1
+    return rows, columns, stages, warps
 
 
 @triton.jit

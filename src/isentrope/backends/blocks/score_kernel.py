@@ -29,7 +29,7 @@ def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     blocks = k.shape[2] // block_size
     best = torch.empty(batch, heads, blocks, queries, dtype=torch.float32, device=q.device)
     rows = min(64 if size > 128 else 128, max(16, triton.next_power_of_2(queries)))
-    columns = min(64 if size > 128 else 128, max(16, triton.next_power_of_2(block_size)))
+    columns = min(8192 // size, 128, max(16, triton.next_power_of_2(block_size)))
     grid = (triton.cdiv(queries, rows), triton.cdiv(blocks, BLOCKS_PER_PROGRAM), batch * heads)
     with device_context(q):
         _score_blocks[grid](
@@ -59,7 +59,7 @@ def _score_blocks(
     first = tl.program_id(1) * PER_PROGRAM
     for block in tl.range(first, tl.minimum(first + PER_PROGRAM, blocks)):
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for start in tl.static_range(0, BLOCK_SIZE, COLUMNS):
+        for start in tl.range(0, BLOCK_SIZE, COLUMNS):
             within = start + tl.arange(0, COLUMNS)
             inside = within < BLOCK_SIZE
             place = (block * BLOCK_SIZE + within).to(tl.int64)[:, None]

@@ -81,7 +81,8 @@ def _draw_points(axes: Axes, rows: Sequence[ComparedRecipe]) -> list[tuple[float
         x, y = min(ratio, limit), answers["share"]
         colour = FRONT_COLOUR if row["front"] else OTHER_COLOUR
         marker = ">" if ratio > limit else FORGETFUL_MARKER if row["forgets"] else MARKER
-        axes.vlines(x, answers["low"], answers["high"], color=colour, linewidth=0.8, alpha=0.35, zorder=2)
+        if answers["low"] is not None and answers["high"] is not None:
+            axes.vlines(x, answers["low"], answers["high"], color=colour, linewidth=0.8, alpha=0.35, zorder=2)
         face = colour if row["front"] else "white"
         size = 5.5 if row["front"] else 4.5
         axes.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=size, zorder=4, clip_on=False)

@@ -19,7 +19,7 @@ MAX_RATIO_TO_BEST = 1.5  # of the worst buckets: recipes up to here are in the s
 MARKERS = "os^D"
 TEMPERATURES = (
     "infoscale", "infoscaleexact", "logn", "power", "yarntemperature", "loglength", "softmaxplus", "llama4", "fitted",
-    "ssmax", "constant",
+    "ssmax", "adaptive", "scaleinvariant", "constant",
 )  # fmt: skip
 SHARE = "share"
 

@@ -34,7 +34,7 @@ def draw_heatmaps(results: Path) -> list[Path]:
 
 def _draw_task(data: dict[str, Any], task: str, metric: str) -> Figure:
     lengths, recipes = data["config"]["lengths"], data["config"]["recipes"]
-    cells = {(cell["recipe"], cell["length"], cell["depth"]): cell for cell in data["cells"] if cell["task"] == task}
+    cells = _average_fillers([cell for cell in data["cells"] if cell["task"] == task], metric)
     depths = sorted({depth for _, _, depth in cells if depth is not None})
     panel_width = 1.4 + 0.55 * len(lengths)  # inches
     if depths:
@@ -58,9 +58,29 @@ def _draw_task(data: dict[str, Any], task: str, metric: str) -> Figure:
         axes.set(xlabel="tokens", ylabel="depth, %" if depths else "")
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(f"{task}: {data['model']['name']}", x=0.01, ha="left", fontsize=11, weight="bold")
+    title = f"{task}: {data['model']['name']}{_describe_ceiling(data, task)}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, weight="bold")
     figure.colorbar(ScalarMappable(Normalize(0, 100), COLOUR_MAP), ax=grid, label=fill(METRIC_TITLES[metric], 30))
     return figure
+
+
+def _average_fillers(cells: list[dict[str, Any]], metric: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Average the cells of one recipe, length and depth over fillers; one that failed makes the average fail."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault((cell["recipe"], cell["length"], cell["depth"]), []).append(cell)
+    averages = {}
+    for key, group in groups.items():
+        failed = next((cell["failed"] for cell in group if cell["failed"]), None)
+        scores = [cell[metric] for cell in group if cell[metric] is not None]
+        averages[key] = {"failed": failed, metric: sum(scores) / len(group) if len(scores) == len(group) else None}
+    return averages
+
+
+def _describe_ceiling(data: dict[str, Any], task: str) -> str:
+    """Say what the plain model finds inside its training length."""
+    ceiling = next((row["ceiling"] for row in data["rows"] if row["task"] == task and row.get("ceiling")), None)
+    return "" if ceiling is None else f" (plain at {ceiling['length']}: {100 * ceiling['score']:.0f})"
 
 
 def _draw_heatmap(axes: Axes, rows: dict[str, list[dict[str, Any] | None]], columns: list[str], metric: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from isentrope.evaluation.frontier import COMPARISON_FILE, ComparisonBoard, build_board
 from isentrope.report.figures.frontier import draw_frontier
-from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure
+from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
 from isentrope.report.tables.comparison import (
     COST,
     Column,
@@ -16,6 +17,7 @@ from isentrope.report.tables.comparison import (
     explain_columns,
     write_comparison_tables,
 )
+from isentrope.report.tables.numbers import format_bucket, format_perplexity
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 CAPTION = (
@@ -50,7 +52,7 @@ def render_comparison(folder: Path, name: str) -> str:
     return (
         f'<section class="plan" id="{name}" aria-labelledby="{name}-title">'
         f'<p class="eyebrow">{escape(board["model"]["name"])}</p><h2 id="{name}-title">{escape(board["title"])}</h2>'
-        f"{render_sheet(board)}{figure}"
+        f"{render_sheet(board)}{figure}{_render_positions(board)}"
         f"<h3>Configuration and provenance</h3>{left_out}{render_details('Run', board['run'])}"
         f"{render_details('Measured', settings)}</section>\n"
     )
@@ -85,6 +87,21 @@ def render_sheet(board: ComparisonBoard) -> str:
         f'</thead><tbody>{"".join(body)}</tbody><tfoot><tr><th scope="row">{escape(describe_ceiling(board))}</th>{own}'
         f'</tr></tfoot></table></div><p class="caption">{escape(explain_columns(board))}</p></div>'
     )
+
+
+def _render_positions(board: ComparisonBoard) -> str:
+    """Render folded tables of perplexity by position, one for each kind of text."""
+    heads = ["Recipe", *(format_bucket(*edges) for edges in pairwise(board["edges"]))]
+    folds = []
+    for kind in board["texts"]:
+        rows = [
+            [f"{row['number']}. {row['recipe']}", *map(format_perplexity, row["perplexity"][kind])]
+            for row in board["rows"]
+            if kind in row["perplexity"]
+        ]
+        table = render_table([heads, *rows], f"Perplexity by position in {kind}")
+        folds.append(f"<details><summary>{escape(kind)}</summary>{table}</details>")
+    return f"<h3>Perplexity by position</h3>{''.join(folds)}" if folds else ""
 
 
 def _render_head(column: Column) -> str:

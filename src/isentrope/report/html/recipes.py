@@ -12,6 +12,7 @@ from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
 from isentrope.report.tables.leaderboard import CAPTION, format_rows, summarize_ranking, write_leaderboard
+from isentrope.report.tables.retrieval import describe_retrieval, format_retrieval, read_retrieval
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 CAPTIONS = {
@@ -59,11 +60,21 @@ def render_section(folder: Path, name: str) -> str:
         f'<section class="plan" id="{name}" aria-labelledby="{name}-title">'
         f'<p class="eyebrow">{escape(board["model"]["name"])}</p><h2 id="{name}-title">{escape(plan["title"])}</h2>'
         f'<ul class="summary">{sentences}</ul><h3>Table</h3>{render_table([heads, *rows], "Recipes")}'
-        f'<p class="caption">{escape(CAPTION)}</p>'
+        f'<p class="caption">{escape(CAPTION)}</p>{_render_retrieval(folder)}'
         f'<h3>Figures</h3><div class="figures" style="grid-template-columns: 1fr">{"".join(figures)}</div>'
         f"<h3>Configuration and provenance</h3>{render_details('Run', data.get('run'))}"
         f"{render_details('Plan', settings)}</section>\n"
     )
+
+
+def _render_retrieval(folder: Path) -> str:
+    """Render the table of retrieval with its intervals and the ceiling, where retrieval was measured."""
+    if not (results := folder / "retrieval.json").exists():
+        return ""
+    data, metric = read_retrieval(results)
+    heads, rows = format_retrieval(data, metric)
+    notes = escape(" ".join(describe_retrieval(data, metric)))
+    return f'<h3>Retrieval</h3>{render_table([heads, *rows], "Retrieval")}<p class="caption">{notes}</p>'
 
 
 def _read_plan(folder: Path) -> dict[str, Any]:

@@ -75,10 +75,12 @@ def _build_retrieved(group: str, head: str, answers: list[Retrieved | None], cei
 
 
 def _format_retrieved(answers: Retrieved | None) -> str:
-    return "–" if answers is None else f"{answers['hits']} / {answers['count']}"
+    return "–" if answers is None else f"{answers['hits']:.3g} / {answers['count']}"
 
 
 def format_interval(answers: Retrieved) -> str:
+    if answers["low"] is None or answers["high"] is None:
+        return ""
     return f"{100 * answers['low']:.0f}–{100 * answers['high']:.0f} %"
 
 

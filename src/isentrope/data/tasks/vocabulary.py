@@ -1,4 +1,4 @@
-"""Neutral filler text, and words to name needles with."""
+"""Neutral filler text, and words to name needles, people and places with."""
 
 PARAGRAPHS = """
 The morning was mild and the window stood open. A light wind moved the curtain and let it fall again. On the table
@@ -33,6 +33,10 @@ sleep or count the bridges. A trolley with tea and sandwiches passes through twi
 anyone gets on. The conductor wears his cap even in the heat. Toward evening the hills turn blue and then grey.
 Whoever travels to the end of the line has a long walk ahead.
 """
+NOISE = (
+    "The lamp is on. The door is shut. Rain falls on the roof and runs into the gutter. A clock ticks in the hall. "
+    "Nothing else happens, and the day goes by."
+)  # a few short sentences, for a haystack that repeats them
 FILLER = "\n\n".join(" ".join(paragraph.split()) for paragraph in PARAGRAPHS.split("\n\n"))
 
 ADJECTIVE_LIST = """
@@ -53,3 +57,10 @@ summer tailor temple thunder ticket tiger timber tower tractor trumpet tunnel tu
 weather whistle willow window winter wizard yellow zebra
 """
 NOUNS = tuple(NOUN_LIST.split())
+
+PEOPLE = (
+    "Agnes", "Bertram", "Cosima", "Dexter", "Edwina", "Florian", "Gideon", "Hester", "Imogen", "Jasper", "Konrad",
+    "Lavinia",
+)  # fmt: skip
+PLACES = ("attic", "barn", "cellar", "chapel", "garage", "kitchen", "library", "orchard")
+OBJECTS = ("apple", "basket", "hammer", "lantern", "pillow", "trumpet")
