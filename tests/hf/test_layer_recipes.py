@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import isentrope as ise
 from isentrope.hf.capture import capture_attention
+from isentrope.hf.layer import get_layer
 from tests.fixtures.dense import Dense, dense, infoscale, rerope, window_of
 from tests.fixtures.dense_llama import (
     dense_logits,
@@ -115,6 +116,27 @@ def test_the_same_recipe_everywhere_is_that_recipe():
     one = extended("rerope:window=32+share:beta=1", llama(**FOUR))
     each = four_layers("layers:0=rerope:window=32+share:beta=1;1-=rerope:window=32+share:beta=1")
     assert torch.equal(whole(one, ids), whole(each, ids))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("dualchunk", "rerope:window=16+retrieve:blocks=1,size=8"),
+        ("jetlong", "adaptive"),
+        ("lampe", "scaleinvariant"),
+        ("resonance", "cope"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*not trained with")
+def test_layers_put_together_by_hand(first, second):
+    """Each layer as in a model where it is the only one, beside a layer that has it cache raw keys."""
+    ids, other = tokens(1, LENGTH), "rerope:window=9"
+    both = extended(f"layers:0={first};1={second}")
+    by_hand = extended(f"layers:0={other};1=rerope:window=8")
+    for index, text in enumerate((f"layers:0={first};1={other}", f"layers:0={other};1={second}")):
+        own, donor = (get_layer(model.model.layers[index].self_attn) for model in (by_hand, extended(text)))
+        own.recipe, own.parts = donor.recipe, donor.parts
+    assert_close(whole(both, ids), whole(by_hand, ids), **EXACT)
 
 
 def test_layers_with_windows_of_their_own():
