@@ -19,7 +19,7 @@ from isentrope.block_selection import select_blocks
 HEADS, KV_HEADS, HEAD_SIZE = 9, 3, 64  # of SmolLM2-135M
 LENGTHS = (32768, 131072)  # of a run with targets
 MAX_RATIO, LONG = 0.5, 131072  # of dense attention, from that length on
-OPTIONS = ("queries=128", "queries=32", "queries=32,heads=all", "score=votes")
+OPTIONS = ("queries=32,pool=8", "queries=32,pool=4", "queries=32,pool=1", "queries=128,pool=4", "score=votes")
 
 
 def retrieve(size: Sizes) -> Iterator[Job]:

@@ -15,6 +15,8 @@ CASES = (
     ("rerope:window=6", Method(6), {"blocks": 2, "size": 4, "sinks": 4, "queries": 4}),
     ("rerope:window=5", Method(5), {"blocks": 1, "size": 3, "sinks": 1, "queries": 7}),
     ("selfextend:window=6,group=3", Method(6, 3), {"blocks": 2, "size": 4, "sinks": 0, "queries": 3}),
+    ("rerope:window=6", Method(6), {"blocks": 2, "size": 4, "sinks": 4, "queries": 6, "pool": 2}),
+    ("rerope:window=6", Method(6), {"blocks": 2, "size": 4, "sinks": 4, "queries": 5, "pool": 1}),
     ("rerope:window=6", Method(6), {"blocks": 2, "size": 4, "sinks": 3, "queries": 5, "heads": "all"}),
     ("rerope:window=6", Method(6), {"blocks": 2, "size": 4, "sinks": 4, "queries": 4, "score": "votes", "votes": 2}),
     ("selfextend:window=4,group=2", Method(4, 2), {"blocks": 3, "size": 2, "sinks": 2, "queries": 1, "score": "votes"}),
@@ -47,7 +49,7 @@ def test_against_loops(position, method, options):
         assert [b for b in index[0, head, group].tolist() if b >= 0] == blocks
 
 
-@pytest.mark.parametrize(("position", "method", "options"), CASES[:3], ids=str)
+@pytest.mark.parametrize(("position", "method", "options"), CASES[:5], ids=str)
 def test_the_last_queries_alone(position, method, options):
     """A group has the queries of one call: those before are not part of it."""
     q, k, v = tensors(queries=9)

@@ -112,39 +112,59 @@ def _find_largest(scores: Tensor, count: int) -> Tensor:
 
 
 class _Representatives:
-    """softmax over blocks of the largest product of the group's mean query with a key of the block."""
+    """softmax over blocks of the largest product of a mean query with a key of the block, the largest of all means."""
 
     def __init__(self, call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> None:
         folded = call.fold_branch(replace(branch, entropy_law=None))  # that is measured over chosen keys
-        size = groups.choice.queries
-        after = groups.count * size - groups.lead - groups.queries
-        q = F.pad(folded.q, (0, 0, groups.lead, after)).unflatten(2, (groups.count, size))
-        members = torch.full((groups.count, 1), size, device=q.device)
-        members[0] -= groups.lead
-        members[-1] -= after
-        dtype = factor_dtype(folded.q)
-        self.mean = (q.sum(3, dtype=accumulation_dtype(q)) / members).to(dtype)  # (batch, heads, groups, d)
+        choice, dtype = groups.choice, factor_dtype(folded.q)
+        q, members = _pool_queries(folded.q, groups)
+        self.means = q.to(dtype)  # (batch, heads, groups · pools, d)
+        self.absent = members == 0
+        self.pools = choice.pools
         self.keys, self.scale, self.groups = folded.k.to(dtype), call.scale, groups
         sizes = self.keys.shape[-1] in TRITON_HEAD_DIMS and self.keys.stride(-1) == 1
-        self.fused = sizes and dtype != torch.float64 and can_run_triton(self.mean)
+        self.fused = sizes and dtype != torch.float64 and can_run_triton(self.means)
 
     def count_groups(self) -> int:
         """Return how many groups to score at once."""
         columns = self.groups.keys // self.groups.choice.size + 1 if self.fused else self.groups.keys
         # keys that only later groups may choose are scored for all groups of a chunk
-        return min(_limit_rows(self.mean, columns), max(MIN_CHUNK_GROUPS, self.groups.count // MAX_CHUNKS))
+        largest = max(MIN_CHUNK_GROUPS, self.groups.count // MAX_CHUNKS)
+        return min(max(1, _limit_rows(self.means, columns) // self.pools), largest)
 
     def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
         """Return scores (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
-        q, k, size = self.mean[:, :, start:stop], self.keys[:, :, columns], self.groups.choice.size
+        rows = slice(start * self.pools, stop * self.pools)
+        q, k, size = self.means[:, :, rows], self.keys[:, :, columns], self.groups.choice.size
         if self.fused:
             from isentrope.backends.blocks.score_kernel import launch
 
             best = launch(q, k, size)
         else:
             products = matmul_wide(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k.mT).unflatten(-1, (-1, size))
-            best = products.amax(-1).unflatten(2, (-1, stop - start)).flatten(1, 2)
-        return torch.softmax((self.scale * best).masked_fill(outside, -inf), -1)
+            best = products.amax(-1).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+        best = (self.scale * best).unflatten(2, (-1, self.pools)).masked_fill(outside[:, None], -inf)
+        shares = torch.softmax(best, -1).masked_fill(self.absent[rows].view(-1, self.pools, 1), 0.0)
+        return shares.amax(3)
+
+
+def _pool_queries(q: Tensor, groups: QueryGroups) -> tuple[Tensor, Tensor]:
+    """Return the means of `pool` neighbouring queries of each group, and how many queries each is the mean of.
+
+    A group that a call has a part of has its first or last means of fewer queries, or of none.
+    """
+    choice, count = groups.choice, groups.count
+    after = count * choice.queries - groups.lead - groups.queries
+    filler = choice.pools * choice.pool - choice.queries
+
+    def split(x: Tensor) -> Tensor:
+        """(…, queries, d) → (…, groups · pools, pool, d)."""
+        x = F.pad(x, (0, 0, groups.lead, after)).unflatten(-2, (count, choice.queries))
+        return F.pad(x, (0, 0, 0, filler)).unflatten(-2, (choice.pools, choice.pool)).flatten(-4, -3)
+
+    members = split(torch.ones(groups.queries, 1, device=q.device)).sum(1)
+    total = split(q).sum(-2, dtype=accumulation_dtype(q))
+    return total / members.clamp_min(1), members[:, 0]
 
 
 class _Votes:

@@ -31,13 +31,14 @@ class Retrieve(BlockChoice, Part):
     Chosen blocks are a constant to gradients. n of temperatures that count "visible" keys, and n_far of a share law,
     count what is seen after the choice.
 
-    With score="representative", after InfLLM (Xiao et al., 2024), the mean q̄ of the group's queries as they are rotated
-    for far keys meets every far key, and the best key represents its block b:
+    With score="representative", after InfLLM (Xiao et al., 2024), means q̄ of `pool` neighbouring queries of the group,
+    as they are rotated for far keys, meet every far key, and the best key represents its block b:
 
-        r_b = max_{j in b} scale · q̄·k_j,    score of b = mean over heads of softmax_b(r)
+        r_b(q̄) = max_{j in b} scale · q̄·k_j,    score of b = mean over heads of max over q̄ of softmax_b(r(q̄))
 
-    InfLLM instead takes the mean of a block's four most attended keys, which needs the attention over all keys. The
-    product of n / queries means with n keys costs a fraction 1 / (2 queries) of dense attention.
+    InfLLM instead takes one mean for all queries of a group, which hides what a single one looks for, and the mean of
+    a block's four most attended keys, which needs the attention over all keys. The products cost a fraction
+    1 / (2 pool) of dense attention.
 
     With score="votes", after ReAttention (Liu et al., 2024), every query votes, in each head, for the `votes` keys with
     the largest q·k, both unrotated, among the keys of the group's blocks; score of b = votes for its keys. That costs
@@ -54,6 +55,7 @@ class Retrieve(BlockChoice, Part):
         heads: whose scores are added: "each" key head chooses for itself, from the query heads that share it, or "all"
             choose together.
         votes: keys that a query votes for, with score="votes".
+        pool: queries of a mean, with score="representative": fewer see more sharply, more choose faster.
     """
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Retrieve(BlockChoice, Part):
         check_choice(self, "score", SCORES)
         check_choice(self, "heads", HEADS)
         check_integer(self, "votes", 1, MAX_VOTES)
+        check_integer(self, "pool", 1)
 
     def idle(self, length: int) -> bool:
         return True  # it acts on far keys alone, and a position method without any is idle itself

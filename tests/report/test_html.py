@@ -134,10 +134,7 @@ def change(**changes: Any) -> Any:
         (lambda folder: (folder / "results.jsonl").write_bytes(b"\n\xff\n"), r"line 2: expected JSON"),
         (change(rows=[{"method": "A"}]), "expected 'method' and 'variant'"),
         (change(metrics=["bleu"]), "metrics: expected some of ppl, acc, got 'bleu'"),
-        (
-            change(claims=[{"kind": "worse"}]),
-            "expected kind better or best_grows or superior or equivalent, got 'worse'",
-        ),
+        (change(claims=[{"kind": "worse"}]), "better or best_grows or superior or equivalent, got 'worse'"),
         (change(claims=[{"kind": "better", "metric": "x"}]), "expected metric ppl or acc, got 'x'"),
         (change(claims=[{"kind": "better", "metric": "acc", "text": "t"}]), "'t' of kind better: KeyError"),
         (change(claims=[{"kind": "best_grows", "metric": "acc", "methods": ["8"], "variant": "", "lengths": [1]}]),

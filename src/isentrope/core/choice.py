@@ -22,6 +22,12 @@ class BlockChoice:
     score: str = "representative"
     heads: str = "each"
     votes: int = 4
+    pool: int = 4
+
+    @property
+    def pools(self) -> int:
+        """How many means of queries a group has."""
+        return -(-self.queries // self.pool)
 
     @property
     def first_block(self) -> int:
