@@ -77,6 +77,7 @@ def test_a_sweep_of_lengths_takes_two_compilations():
         ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "sdpa"),
         ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "flex"),
         ("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa"),
+        ("dualchunk:chunk=6,local=2", "sdpa"),
         ("alibi+window:size=9", "chunked"),
         ("alibi+window:size=9", "flex"),
     ],

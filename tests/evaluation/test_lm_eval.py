@@ -20,6 +20,7 @@ from isentrope import models
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'isentrope[harness]'")
 from lm_eval._cli import HarnessCLI  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from isentrope.evaluation.lm_eval import Isentrope, _parse_argument  # noqa: E402
@@ -161,6 +162,20 @@ def test_the_guides_other_way_to_write_a_recipe(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lm_eval", "run", *shlex.split(words)])
     given = HarnessCLI().parse_args().model_args
     assert given == {"pretrained": "MODEL", "recipe": "selfextend:window=4096,group=8+infoscale"}
+
+
+def test_replies_are_those_of_the_extended_model(tasks):
+    """RULER's tasks are of this kind. The model has no token that ends a text."""
+    prompt, recipe = source(3000, 700), "rerope:window=128+infoscale"
+    request = Instance("generate_until", {}, (prompt, {"until": ["\n\n\n"], "max_gen_toks": 24, "do_sample": False}), 0)
+    (reply,) = Isentrope(**ARGUMENTS, recipe=recipe, device="cpu").generate_until([request])
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype=torch.float32).eval()
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    told = ise.extend(model, recipe).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+    )
+    assert len(reply) > 0 and tokenizer.decode(told[0, ids.shape[1] :]).startswith(reply)
 
 
 def test_a_model_saved_with_a_recipe_brings_it(tasks, tmp_path):

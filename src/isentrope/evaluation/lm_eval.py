@@ -69,6 +69,12 @@ class Isentrope(HFLM):  # type: ignore[misc, unused-ignore]
         """The model's recipe, with open lengths filled in."""
         return get_extension(self.model).recipe if hasattr(self.model.config, CONFIG_KEY) else Recipe()
 
+    @property
+    def eot_token_id(self) -> int | None:
+        """The token that ends a reply; of a model without one its first token, which replies do not have."""
+        end: int | None = super().eot_token_id
+        return self.prefix_token_id if end is None else end
+
     def _create_model(self, pretrained: str, **options: Any) -> None:
         if (saved := getattr(self.config, CONFIG_KEY, None)) is not None:
             if self.recipe_text is not None:

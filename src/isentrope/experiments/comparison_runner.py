@@ -203,7 +203,7 @@ class ComparisonInputs:
                     continue
                 folder = out / f"{kind}{FILLER_SUFFIX}"
                 yield Step(
-                    label=f"{kind} filler {' '.join(map(str, cell))}",
+                    label=f"{kind} filler {' '.join(map(str, cell[:3]))}",
                     place=index / len(cells),
                     cost=("prompt", cell[1]),
                     recipes=part.select_recipes(cell, recipes),

@@ -105,7 +105,10 @@ def explain_columns(board: ComparisonBoard) -> str:
             f"length, too much above {MAX_DEGRADATION_PERCENT} %."
         )
     if board["cells"]:
-        parts.append("Retrieved: all tokens of the answer are the likeliest.")
+        parts.append(
+            "Found: all tokens of the answer are the likeliest; intervals are 95 %, over all fillers clustered by "
+            "filler and depth, and not claimed where these are too few."
+        )
     plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
     if plain and plain["seconds"]:
         peak = f" and {plain['peak_bytes'] / GIB:.1f} GiB at the peak" if plain["peak_bytes"] else ""
