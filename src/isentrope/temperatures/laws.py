@@ -43,8 +43,8 @@ class Temperature(Part):
         count: what n counts. "visible": keys that the query sees after all masks; "sequence": unpadded keys of its row,
             or of its document; "position": its position + 1.
         keys: whose scores τ multiplies: "all", or those of one branch of a position method that has a window, the keys
-            inside it ("near", with the query's own) or beyond it ("far"). In a layer that keeps a window of its own, and
-            the positions it has, all keys are near.
+            inside it ("near", with the query's own) or beyond it ("far"). In a layer that keeps a window of its own
+            and its positions, all keys are near.
     """
 
     clamp: bool = field(default=True, kw_only=True)
