@@ -28,7 +28,7 @@ test: $(READY)  ## every test that runs on this machine
 	@# one thread a worker: two workers with two threads each wait for each other
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 	@# the kernels of a GPU, in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz

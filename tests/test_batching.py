@@ -22,12 +22,14 @@ from tests.fixtures.recipes import (
     seeds,
 )
 
+COUNTS = ["visible", "sequence", "position"]
 
-@pytest.mark.parametrize("count", ["visible", "sequence", "position"])
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(4)
+@examples(6)
 @given(
+    named(COUNTS),
     seeds,
     st.lists(st.integers(1, 20), min_size=2, max_size=2),
     st.booleans(),
@@ -69,10 +71,9 @@ def packings(draw, keys=20):
     return spans, torch.tensor([i for i, (a, b) in zip(ids, spans, strict=True) for _ in range(a, b)])
 
 
-@pytest.mark.parametrize("count", ["visible", "sequence", "position"])
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(5)
-@given(seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(SMALL_MASKS)), st.booleans())
+@examples(7)
+@given(named(COUNTS), seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(SMALL_MASKS)), st.booleans())
 def test_packed_documents_equal_separate_calls(position, count, seed, data, causal, backend, mask, padded):
     recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(4, count=count), SMALL_MASKS[mask])
     q, k, v = qkv(seed)

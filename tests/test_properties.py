@@ -291,10 +291,12 @@ def check_no_keys(position, how, backend, dtype):
         assert bool((q.grad[no_keys] == 0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("how", [no_keys_by_lengths, no_keys_by_left_padding, no_keys_by_distance])
-@pytest.mark.parametrize("position", SMALL_POSITIONS)
+@pytest.mark.parametrize(
+    ("position", "dtype"),
+    [*((name, torch.float32) for name in SMALL_POSITIONS), *((x, torch.bfloat16) for x in ("rope", "rerope", "alibi"))],
+)
 def test_a_query_that_sees_nothing_gives_zeros(position, how, backend, dtype):
     check_no_keys(position, how, backend, dtype)
 

@@ -28,12 +28,15 @@ def text_of(position, options):
     return f"{position}+retrieve:" + ",".join(f"{key}={value}" for key, value in options.items())
 
 
+NAMES = [text_of(position, options) for position, _, options in CASES]
+
+
 def tensors(queries=LENGTH, keys=LENGTH, batch=1, heads=4, seed=0):
     q = 2 * normal(seed, batch, heads, queries, 8)
     return q, normal(seed + 1, batch, 2, keys, 8), normal(seed + 2, batch, 2, keys, 3)
 
 
-@pytest.mark.parametrize(("position", "method", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("position", "method", "options"), CASES, ids=NAMES)
 def test_against_loops(position, method, options):
     q, k, v = tensors()
     out, lse, chosen = attend(q[0], k[0], v[0], method, options)
@@ -49,7 +52,7 @@ def test_against_loops(position, method, options):
         assert [b for b in index[0, head, group].tolist() if b >= 0] == blocks
 
 
-@pytest.mark.parametrize(("position", "method", "options"), CASES[:5], ids=str)
+@pytest.mark.parametrize(("position", "method", "options"), CASES[:5], ids=NAMES[:5])
 def test_the_last_queries_alone(position, method, options):
     """A group has the queries of one call: those before are not part of it."""
     q, k, v = tensors(queries=9)

@@ -54,11 +54,15 @@ def test_every_method_is_in_the_matrix(kind, texts):
     assert not missing, f"add {missing} to {kind.upper()}S of tests/contract/matrix.py"
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["turns", "whole"])
-@pytest.mark.parametrize("temperature", TEMPERATURES, ids=lambda t: t.partition(",")[0] or "none")
-@pytest.mark.parametrize("position", POSITIONS, ids=lambda p: p or "none")
+def list_pairs(first, second, every):
+    """Pairs for one test each: all for `-m slow` as (…, True), and one in `every` of each row otherwise."""
+    turns = [(a, b, False) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j // 2) % every == 0]
+    return turns + [pytest.param(a, b, True, marks=pytest.mark.slow) for a in first for b in second]
+
+
+@pytest.mark.parametrize(("position", "temperature", "whole"), list_pairs(POSITIONS, TEMPERATURES, 2))
 def test_backends_agree_with_reference(position, temperature, whole, monkeypatch):
-    """All masks × scores, and × causal by turns: any four parts of a call meet in every way, all five with `-m slow`.
+    """All masks × scores, and × causal by turns; for all pairs of position and temperature with `-m slow`.
 
     The setting moves on with every recipe, so that each part meets each. Backends take turns; with `-m slow` each
     recipe runs on each.
@@ -93,10 +97,9 @@ def check(recipe, setting, causal, backend, reference):
     assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
 
 
-@pytest.mark.parametrize("law", FAR_LAWS)
-@pytest.mark.parametrize("position", FAR_POSITIONS)
-def test_backends_agree_with_reference_on_near_and_far_keys(position, law, monkeypatch):
-    """Masks × causal, with scores, settings and backends by turns."""
+@pytest.mark.parametrize(("position", "law", "whole"), list_pairs(FAR_POSITIONS, FAR_LAWS, 3))
+def test_backends_agree_with_reference_on_near_and_far_keys(position, law, whole, monkeypatch):
+    """Masks × causal, with scores, settings and backends by turns; all pairs of position and law with `-m slow`."""
     monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})
     monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
     turn = FAR_POSITIONS.index(position) * 5 + FAR_LAWS.index(law) * 3
