@@ -150,10 +150,15 @@ def test_refusals():
         ise.attention(q, k, v, text)
     with pytest.raises(ValueError, match="needs a position method with near and far keys"):
         ise.Recipe.parse("rope+retrieve")
+    with pytest.raises(ValueError, match=r"leave every key beyond one window .* got sink.*; leave out the mask"):
+        ise.Recipe.parse(text + "+sink:sinks=2,size=20")
     with pytest.raises(ValueError, match="leave every key beyond one window"):
-        ise.attention(q, k, v, text + "+sink:sinks=2,size=20", causal=True)
-    with pytest.raises(ValueError, match="use it with rerope"):
-        ise.attention(q, k, v, "dualchunk:chunk=8,local=2+retrieve:blocks=2,size=4,sinks=4", causal=True)
+        ise.attention(q, k, v, text, causal=True, mask=ise.Window(20))
+    with pytest.raises(ValueError, match="got dualchunk; use rerope"):
+        ise.Recipe.parse("dualchunk+retrieve")
+    with pytest.raises(ValueError, match=r"got lampe; use .* lampe with tail=0"):
+        ise.Recipe.parse("lampe+retrieve")
+    assert ise.Recipe.parse("lampe:tail=0+causal+retrieve").retrieve == ise.Retrieve()
     with pytest.raises(ValueError, match="it does not choose far keys; use 'auto', 'blocks' or 'dense'"):
         ise.attention(q, k, v, text, causal=True, backend="sdpa")
     with pytest.raises(ValueError, match="expected positions that count from 0"):

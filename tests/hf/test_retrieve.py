@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 import isentrope as ise
 from isentrope.analysis.observe import observe_blocks
@@ -79,3 +80,15 @@ def test_compiled_graphs_are_refused():
     compiled = torch.compile(lambda x: model(x).logits, backend="eager", fullgraph=True)
     with torch.no_grad(), pytest.raises(Exception, match="keys cannot be chosen in a compiled graph"):
         compiled(ids)
+
+
+def test_windows_of_the_model():
+    config = MistralConfig(
+        vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, sliding_window=9,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"layer 0 has a window of its own.*raise the window of rerope:window=8 to"):
+        ise.extend(model, TEXT.format(queries=4))
+    ise.extend(model, TEXT.format(queries=4).replace("window=8", "window=9"))
+    assert whole(model, tokens(1, LENGTH)).isfinite().all()

@@ -102,5 +102,5 @@ def test_one_query_has_two_branches_and_one_rotation_of_keys():
 
 def test_far_keys_by_choice_need_a_window():
     q, k, v = qkv(0)
-    with pytest.raises(ValueError, match="use it with rerope:window=… and no mask"):
+    with pytest.raises(ValueError, match="use rerope:window=…"):
         attention(q, k, v, "dualchunk:chunk=6+retrieve:blocks=1,size=2,queries=2", causal=True)

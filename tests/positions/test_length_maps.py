@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from isentrope.positions.branch import ModelRotary
 from tests.fixtures.models import llama
 
 WIDE = torch.float64
@@ -193,3 +194,10 @@ def test_lampe_tails_of_rows_with_lengths_of_their_own():
         attention(q, k, v, Recipe(position=ise.LaMPE(2, tail=3, train_length=16)))
     with pytest.raises(ValueError, match="expected the length the model was trained at"):
         attention(q, k, v, "lampe")
+
+
+@pytest.mark.parametrize("text", ["jetlong:length=32", "lampe:length=32", "selfextend:window=4,length=9"])
+def test_lengths_that_change_nothing_are_refused(text):
+    model = ModelRotary("llama", torch.ones(4))
+    with pytest.raises(ValueError, match=r"length=…\): rows of .* keep their positions"):
+        Recipe.parse(text).fill_train_length(32).position.fit(model)

@@ -158,6 +158,11 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
             plans.append(LayerPlan(without_far_keys[key]))
         elif fitted.theta is not None:
             plans.append(LayerPlan(layer_recipe.without_far_keys(), theta=fitted.theta))
+        elif layer_recipe.retrieve is not None and _has_wider_window(layer, fitted.position.near_window):
+            raise ValueError(
+                f"{config.model_type}: layer {layer.index} has a window of its own, beyond which there are no far keys "
+                f"to choose from; raise the window of {layer_recipe.position} to it, or leave out retrieve there"
+            )
         else:
             plans.append(LayerPlan(replace(layer_recipe, position=fitted.position), skipped_rope=layer.rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
@@ -249,6 +254,11 @@ def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
 
 def _is_windowed(layer: LayerInfo) -> bool:
     return any(span.low > float("-inf") for span in layer.region.spans)
+
+
+def _has_wider_window(layer: LayerInfo, near_window: int | None) -> bool:
+    """Return whether a layer sees a window alone, and in it keys that are far to a position method."""
+    return _is_windowed(layer) and any(span.low <= -(near_window or 0) for span in layer.region.spans)
 
 
 def _check_scaling(position: Position, rope: ModelRope, head_dim: int, kind: str) -> None:

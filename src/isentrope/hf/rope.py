@@ -195,6 +195,9 @@ class FittedPosition(Position):
     rotates = True
     keys_cacheable = False
 
+    def __str__(self) -> str:
+        return str(self.inner)  # error messages show the recipe as it was written
+
     @property
     def learns(self) -> bool:  # type: ignore[override]
         return self.inner.learns

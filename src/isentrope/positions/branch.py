@@ -102,6 +102,11 @@ class Position(Part):
         return self.near_window is not None
 
     @property
+    def far_keys_are_one_span(self) -> bool:
+        """Whether every key beyond one distance is far, in one branch, so that `Retrieve` can choose among them."""
+        return True
+
+    @property
     def depends_on_row_length(self) -> bool:
         """Whether positions depend on the length of the row, keys that a cache has dropped included."""
         return False

@@ -36,6 +36,7 @@ class DualChunk(PositionMap):
     local: int | None = None
     keys_cacheable = False
     has_far_keys = True
+    far_keys_are_one_span = False  # they begin at the edge of a chunk
 
     def __post_init__(self) -> None:
         super().__post_init__()

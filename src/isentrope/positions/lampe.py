@@ -62,6 +62,10 @@ class LaMPE(LengthMap):
         if self.tail is not None:
             check_integer(self, "tail", 0)
 
+    @property
+    def far_keys_are_one_span(self) -> bool:
+        return self.tail == 0
+
     @staticmethod
     def default_window(train_length: int) -> int:
         return max(1, train_length // 8)

@@ -12,7 +12,7 @@ from typing import Self
 from torch import Tensor
 
 from isentrope.core.region import band
-from isentrope.parts import MAX_FACTOR, check_integer, check_number
+from isentrope.parts import MAX_FACTOR, MAX_LENGTH, check_integer, check_number
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, RotaryPair
 from isentrope.positions.rope import PositionMap
 
@@ -128,6 +128,11 @@ class LengthMap(NearAndFar):
         fitted = super().fit(model)
         if self.uses_length:
             self.farthest()
+        if self.length is not None and self.idle(MAX_LENGTH):
+            raise ValueError(
+                f"{type(self).__name__}(length=…): rows of {self.length} tokens keep their positions, so that it would "
+                "change nothing; set it to the most tokens that rows will have, or leave it out"
+            )
         return fitted
 
     def require_train_length(self) -> int:

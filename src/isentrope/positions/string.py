@@ -22,8 +22,8 @@ class STRING(PositionMap):
     """Distance Δ for |Δ| < S, sign(Δ) · (|Δ| - S + W) beyond: S = shift, W = local (An et al., 2024).
 
     The largest distances of the training length are the rarest in training, and here unused: with S = n_tr / 3 a row of
-    n_tr keys has distances up to ⅔ n_tr + W, and the training length is reached at about 4/3 n_tr keys. It is the only
-    method here that acts inside the training length: rows of up to `shift` keys alone are left as they are.
+    n_tr keys has distances up to ⅔ n_tr + W, and the training length is reached at about 4/3 n_tr keys. It acts
+    inside the training length too, by intent: rows of up to `shift` keys alone are left as they are.
 
     Attributes:
         shift: S; a third of the training length by default.

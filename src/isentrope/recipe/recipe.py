@@ -64,6 +64,20 @@ class Recipe:
                 f"recipe: {truncate(str(parts[0]))} needs a position method with near and far keys, such as "
                 f"rerope:window=…, got {'none' if self.position is None else self.position}"
             )
+        if self.retrieve is not None:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        one_window = self.position.far_keys_are_one_span
+        if one_window and (self.mask is None or self.mask.region(True) == masks.Causal().region(True)):
+            return
+        part, remedy = self.mask, "leave out the mask"
+        if not one_window:
+            part, remedy = self.position, "use rerope:window=…, or lampe with tail=0"
+        raise ValueError(
+            "recipe: retrieve needs a position method and masks that leave every key beyond one window to choose from, "
+            f"got {truncate(str(part))}; {remedy}"
+        )
 
     @property
     def temperatures(self) -> tuple[Any, ...]:
