@@ -162,7 +162,7 @@ def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
         position = ise.Recipe.parse(
             next(r for r in usual_recipes(trained, length) if r.startswith("selfextend"))
         ).position
-        query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1)
+        query, key = position.far(torch.tensor(length - 1), torch.tensor(0), 1, (length, length))
         assert query - key <= 3 * trained / 4
         check_recipes(usual_recipes(trained, length))
 

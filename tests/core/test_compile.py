@@ -52,7 +52,8 @@ def test_any_mixture_of_masks_biases_and_offsets_is_one_softmax():
         masks = [torch.rand(1 if rows == 1 else batch, 1, n, n) > 0.2 if rows else None]
         biases = [torch.randn(1, 4, n, n) if biased else None]
         offsets = [torch.randn(1, 4 if biased else 1, n) if rows else None]
-        inputs = (scores, masks, biases, offsets, 0.5, torch.float32)
+        terms = [(None, bias) for bias in biases]
+        inputs = (scores, masks, terms, offsets, 0.5, torch.float32)
         run = compile_variant(dense._softmax, (*scores, *masks, *biases, *offsets), 1)
         for ours, expected in zip(run(*inputs), dense._softmax(*inputs), strict=True):
             assert torch.equal(ours, expected)

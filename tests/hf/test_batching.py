@@ -23,6 +23,7 @@ from tests.fixtures.generation import (
     one_layer,
     padded,
     rows_of,
+    tolerance,
     whole,
 )
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -36,7 +37,7 @@ def test_prefill_is_chunked_prefill_is_token_by_token(recipe):
     expected = whole(model, ids)
     assert (expected - whole(llama().double(), ids)).abs().max() > 1e-2  # the recipe does something here
     for sizes in ([40, 1, 33, 2, 20, 14], [40] + [1] * (LENGTH - 40)):
-        assert_close(in_chunks(model, ids, sizes), expected, **EXACT)
+        assert_close(in_chunks(model, ids, sizes), expected, **tolerance(recipe))
 
 
 @pytest.mark.parametrize("recipe", STEADY)
@@ -52,7 +53,7 @@ def test_a_static_cache_gives_the_same(recipe):
     """Its keys run past the last token, and the rest of them must count for nothing."""
     model, ids, sizes = extended(recipe), tokens(2, 75), [40, 3, 20, *[1] * 12]
     static = StaticCache(config=model.config, max_cache_len=LENGTH)
-    assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **EXACT)
+    assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **tolerance(recipe))
 
 
 def dynamic_ntk(length):
@@ -112,7 +113,7 @@ def test_a_padded_batch_is_each_row_alone(recipe, side, given):
     logits = whole(model, ids, attention_mask=mask, **({"position_ids": positions} if given else {}))
     for row, of_row, kept in zip(rows, logits, mask.bool(), strict=True):
         expected = whole(model, row[None])[0]
-        assert_close(of_row[kept], expected, **(EXACT if given or side == "right" else ROUNDED))
+        assert_close(of_row[kept], expected, **(tolerance(recipe) if given or side == "right" else ROUNDED))
 
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
@@ -142,7 +143,7 @@ def test_a_left_padded_batch_decodes_as_each_row_alone(recipe, static, given):
     logits = in_chunks(model, ids, [width, *[1] * new], cache, mask, positions)
     for i, row in enumerate(rows):
         expected = in_chunks(model, torch.cat((row, more[i]))[None], [len(row), *[1] * new])
-        assert_close(logits[i : i + 1, width - len(row) :], expected, **(EXACT if given else ROUNDED))
+        assert_close(logits[i : i + 1, width - len(row) :], expected, **(tolerance(recipe) if given else ROUNDED))
 
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
@@ -151,7 +152,7 @@ def test_packed_rows_are_separate_rows(recipe):
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     packed = whole(model, torch.cat(rows)[None], position_ids=positions)[0]
     for row, logits in zip(rows, packed.split([len(row) for row in rows]), strict=True):
-        assert_close(logits, whole(model, row[None])[0], **EXACT)
+        assert_close(logits, whole(model, row[None])[0], **tolerance(recipe))
 
 
 @pytest.mark.parametrize("recipe", SOME)
