@@ -174,3 +174,9 @@ def test_dropout_runs_dense():
     text = "rerope:window=6+retrieve:blocks=2,size=4,sinks=4"
     kept = ise.attention(q, k, v, text, causal=True, dropout=lambda weights: weights)
     torch.testing.assert_close(kept, ise.attention(q, k, v, text, causal=True), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", ["votes=8", "score=votes,pool=8"])
+def test_options_without_effect_are_refused(options):
+    with pytest.raises(ValueError, match="has no effect with score="):
+        ise.Recipe.parse(f"rerope:window=6+retrieve:{options}")

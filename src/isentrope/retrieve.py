@@ -67,6 +67,9 @@ class Retrieve(BlockChoice, Part):
         check_choice(self, "heads", HEADS)
         check_integer(self, "votes", 1, MAX_VOTES)
         check_integer(self, "pool", 1)
+        unused = "pool" if self.score == "votes" else "votes"
+        if getattr(self, unused) != getattr(BlockChoice, unused):
+            raise ValueError(f"Retrieve({unused}=…): has no effect with score={self.score!r}; leave it out")
 
     def idle(self, length: int) -> bool:
         return True  # it acts on far keys alone, and a position method without any is idle itself

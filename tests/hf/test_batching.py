@@ -23,7 +23,7 @@ from tests.fixtures.generation import (
     one_layer,
     padded,
     rows_of,
-    tolerance,
+    shortest,
     whole,
 )
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -36,8 +36,9 @@ def test_prefill_is_chunked_prefill_is_token_by_token(recipe):
     model, ids = extended(recipe), tokens(2, LENGTH)
     expected = whole(model, ids)
     assert (expected - whole(llama().double(), ids)).abs().max() > 1e-2  # the recipe does something here
-    for sizes in ([40, 1, 33, 2, 20, 14], [40] + [1] * (LENGTH - 40)):
-        assert_close(in_chunks(model, ids, sizes), expected, **tolerance(recipe))
+    first = shortest(recipe)
+    for sizes in ([first, 1, 73 - first, 2, 20, 14], [first] + [1] * (LENGTH - first)):
+        assert_close(in_chunks(model, ids, sizes), expected, **EXACT)
 
 
 @pytest.mark.parametrize("recipe", STEADY)
@@ -51,9 +52,10 @@ def test_from_the_first_token_on(recipe):
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_a_static_cache_gives_the_same(recipe):
     """Its keys run past the last token, and the rest of them must count for nothing."""
-    model, ids, sizes = extended(recipe), tokens(2, 75), [40, 3, 20, *[1] * 12]
+    model, ids = extended(recipe), tokens(2, 95)
+    sizes = [shortest(recipe), 3, 80 - shortest(recipe), *[1] * 12]
     static = StaticCache(config=model.config, max_cache_len=LENGTH)
-    assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **tolerance(recipe))
+    assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **EXACT)
 
 
 def dynamic_ntk(length):
@@ -108,12 +110,12 @@ def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_a_padded_batch_is_each_row_alone(recipe, side, given):
-    model, rows = extended(recipe), rows_of(LENGTH, 40, 97)
+    model, rows = extended(recipe), rows_of(LENGTH, shortest(recipe), 97)
     ids, mask, positions = padded(rows, side)
     logits = whole(model, ids, attention_mask=mask, **({"position_ids": positions} if given else {}))
     for row, of_row, kept in zip(rows, logits, mask.bool(), strict=True):
         expected = whole(model, row[None])[0]
-        assert_close(of_row[kept], expected, **(tolerance(recipe) if given or side == "right" else ROUNDED))
+        assert_close(of_row[kept], expected, **(EXACT if given or side == "right" else ROUNDED))
 
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
@@ -132,7 +134,7 @@ def test_short_rows_in_a_long_batch(recipe):
 @pytest.mark.parametrize(("static", "given"), [(False, True), (True, False)])
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_a_left_padded_batch_decodes_as_each_row_alone(recipe, static, given):
-    model, rows, new = extended(recipe), rows_of(70, 40, 58), 8
+    model, rows, new = extended(recipe), rows_of(80, shortest(recipe), 76), 8
     ids, mask, positions = padded(rows, "left")
     width = ids.shape[1]
     more = tokens(3, new, seed=5)
@@ -143,16 +145,16 @@ def test_a_left_padded_batch_decodes_as_each_row_alone(recipe, static, given):
     logits = in_chunks(model, ids, [width, *[1] * new], cache, mask, positions)
     for i, row in enumerate(rows):
         expected = in_chunks(model, torch.cat((row, more[i]))[None], [len(row), *[1] * new])
-        assert_close(logits[i : i + 1, width - len(row) :], expected, **(tolerance(recipe) if given else ROUNDED))
+        assert_close(logits[i : i + 1, width - len(row) :], expected, **(EXACT if given else ROUNDED))
 
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_packed_rows_are_separate_rows(recipe):
-    model, rows = extended(recipe), rows_of(45, 90, 40, 75)
+    model, rows = extended(recipe), rows_of(shortest(recipe) + 5, 90, shortest(recipe), 75)
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
     packed = whole(model, torch.cat(rows)[None], position_ids=positions)[0]
     for row, logits in zip(rows, packed.split([len(row) for row in rows]), strict=True):
-        assert_close(logits, whole(model, row[None])[0], **tolerance(recipe))
+        assert_close(logits, whole(model, row[None])[0], **EXACT)
 
 
 @pytest.mark.parametrize("recipe", SOME)
