@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import isentrope as ise
+from isentrope.hf import introspection
 from tests.fixtures.models import llama, tokens
 
 SIZES = {
@@ -207,3 +208,25 @@ def test_a_description_does_not_print_whole_tables():
 def test_the_public_names():
     names = {"extend", "extended", "restore", "load", "describe", "StreamingCache", "PoSECollator", "theory"}
     assert names <= set(dir(ise)) and names <= set(ise.__all__)
+
+
+def test_models_are_introspected_once_where_recipes_follow_each_other(monkeypatch):
+    model, ids, recipes = (
+        llama(),
+        tokens(1, 40),
+        ("rerope:window=16", "pi:factor=4", "yarn:factor=4", "rerope:window=8"),
+    )
+    alone = []
+    for recipe in recipes:
+        with ise.extended(model, recipe):
+            alone.append(logits(model, ids))
+    passes = []
+    record = introspection._record_pass
+    monkeypatch.setattr(introspection, "_record_pass", lambda *a, **b: passes.append(a) or record(*a, **b))
+    with introspection.introspect_once():
+        for recipe, expected in zip(recipes, alone, strict=True):
+            with ise.extended(model, recipe):
+                assert torch.equal(logits(model, ids), expected)
+    assert len(passes) == 2
+    with ise.extended(model, recipes[0]):  # outside the block it is introspected again
+        assert len(passes) == 4
