@@ -9,6 +9,7 @@ from isentrope.cli import (
     inspect,
     laws,
     perplexity,
+    recipes,
     report,
     retrieval,
     study,
@@ -17,6 +18,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report",
+    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "recipes", "report",
     "retrieval", "study", "train",
 ]  # fmt: skip
