@@ -6,13 +6,11 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import isentrope
-
 
 @cache
 def list_part_names() -> tuple[str, ...]:
     """Read the names of a recipe's parts from the source of `isentrope.recipe.kinds`."""
-    source = Path(isentrope.__file__).parent / "recipe" / "kinds.py"
+    source = Path(__file__).parents[1] / "recipe" / "kinds.py"
     tree = ast.parse(source.read_text(encoding="utf-8"))
     kinds = next(node.value for node in tree.body if isinstance(node, ast.AnnAssign))
     tuples = [node for node in ast.walk(kinds) if isinstance(node, ast.Tuple)] if kinds else []

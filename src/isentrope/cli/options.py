@@ -40,8 +40,8 @@ class CommandWithMoreData(TyperCommand):
     """A command with `MoreData`, which its usage line leaves out."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        shown = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
-        pieces = [piece for param in shown for piece in param.get_usage_pieces(ctx)]
+        visible = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
+        pieces = [piece for param in visible for piece in param.get_usage_pieces(ctx)]
         return [*([self.options_metavar] if self.options_metavar else []), *pieces]
 
 

@@ -38,8 +38,8 @@ class OptionDescription:
         """The option as in a recipe: window=…, base=10000; its name alone where the default is None."""
         if self.required:
             return f"{self.name}=…"
-        shown = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return self.name if self.default is None else f"{self.name}={shown}"
+        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return self.name if self.default is None else f"{self.name}={value}"
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def load_plans(folder: Path, required: bool = True) -> list[PlanResults]:
         raise ValueError(f"{folder}: expected a folder that isentrope study run wrote, got no folder")
     folders = find_result_folders(folder, "plan.json")
     if required and not folders:
-        raise ValueError(f"{folder}: expected plan.json or decoder.json in it or in folders below, got none")
+        raise ValueError(f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none")
     return [_load_plan(path) for path in folders]
 
 
@@ -233,12 +233,12 @@ def find_result_folders(folder: Path, file: str) -> list[Path]:
     """
     if (folder / file).is_file():
         return [folder]
-    found, level = list[Path](), [folder]
+    results, level = list[Path](), [folder] if folder.is_dir() else []
     for _ in range(MAX_DEPTH):
         level = [path for each in level for path in each.iterdir() if path.is_dir() and not _is_internal(path)]
-        found += [path for path in level if (path / file).is_file()]
+        results += [path for path in level if (path / file).is_file()]
         level = [path for path in level if not (path / file).is_file()]
-    return sorted(found)
+    return sorted(results)
 
 
 def _is_internal(folder: Path) -> bool:

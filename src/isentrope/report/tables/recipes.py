@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from isentrope.recipe.catalog import PartDescription
+if TYPE_CHECKING:
+    from isentrope.recipe.catalog import PartDescription
 
 INDENT = (0, 0, 0, 4)  # above, right, below, left
 TRAINING_NOTE = "A model must be trained with it."
