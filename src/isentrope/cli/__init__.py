@@ -4,6 +4,7 @@ from isentrope.cli import (
     calibrate,
     compare,
     data,
+    demo,
     evaluate,
     far_laws,
     inspect,
@@ -18,6 +19,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "recipes", "report",
-    "retrieval", "study", "train",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "far_laws", "inspect", "laws", "perplexity", "recipes",
+    "report", "retrieval", "study", "train",
 ]  # fmt: skip
