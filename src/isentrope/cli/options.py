@@ -39,10 +39,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 class CommandWithMoreData(TyperCommand):
     """A command with `MoreData`, which its usage line leaves out."""
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
         visible = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
-        pieces = [piece for param in visible for piece in param.get_usage_pieces(ctx)]
-        return [*([self.options_metavar] if self.options_metavar else []), *pieces]
+        words = [self.options_metavar, *(word for param in visible for word in param.get_usage_pieces(ctx))]
+        formatter.write_usage(ctx.command_path, " ".join(filter(None, words)))
 
 
 def deprecated_option(*names: str) -> Any:
