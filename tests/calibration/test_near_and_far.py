@@ -123,17 +123,17 @@ def test_few_texts_give_no_interval(tmp_path):
 @pytest.fixture(scope="module")
 def modules():
     found = [document.text for document in read_sympy_documents() if document.group == "holonomic"]
-    return collect_texts([text[:650] for text in found[:4]], LLAMA, 470, 4)
+    return collect_texts([text[:700] for text in found[:4]], LLAMA, 512, 4)
 
 
 def test_retrieval_changes_what_is_fitted(modules, tmp_path):
     model, prompts = load_on_device(LLAMA, "cpu", "float32"), PromptFormat.from_tokenizer(load_tokenizer(LLAMA))
-    passkeys = hide_passkeys(modules, prompts, 470, 0)
-    assert passkeys[modules[0].sha256] == hide_passkeys(modules[:1], prompts, 470, 0)[modules[0].sha256]
+    passkeys = hide_passkeys(modules, prompts, 512, 0)
+    assert passkeys[modules[0].sha256] == hide_passkeys(modules[:1], prompts, 512, 0)[modules[0].sha256]
     assert len({prompt.example.depth for prompt in passkeys.values()}) > 1
-    assert all(400 < prompt.total <= 470 for prompt in passkeys.values())
+    assert all(400 < prompt.total <= 512 for prompt in passkeys.values())
 
-    laws = make_laws("rerope:window=128", (256, 470), 2, 32)
+    laws = make_laws("rerope:window=128", (256, 512), 2, 32)
     rows = [torch.tensor(text.tokens) for text in modules[:1]]
     hidden = [passkeys[text.sha256] for text in modules[:1]]
     values = torch.tensor([[[0.75, 0.1]]], requires_grad=True)
@@ -145,7 +145,7 @@ def test_retrieval_changes_what_is_fitted(modules, tmp_path):
     assert both.loss == alone.loss and both.retrieval == pytest.approx(answers.item(), rel=1e-5)
     np.testing.assert_allclose(both.gradient - alone.gradient, RETRIEVAL_WEIGHT * slope, rtol=1e-3, atol=1e-7)
 
-    config = CalibrationConfig(470, "rerope:window=128", levels=(), with_retrieval=True)
+    config = CalibrationConfig(512, "rerope:window=128", levels=(), with_retrieval=True)
     with pytest.raises(ValueError, match="expected a PromptFormat"):
         fit_laws(model, modules, config)
     actual = fit_laws(model, modules, config, tmp_path, prompts=prompts)
