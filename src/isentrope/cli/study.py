@@ -144,6 +144,21 @@ def status(
     )
 
 
+@study.command("join")
+@errors_in_one_line()
+def join(
+    folders: Annotated[list[Path], typer.Argument(help="Results of one plan, each of other seeds.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results of all; its name becomes the plan's.")],
+) -> None:
+    """Join results of one plan that were measured apart, on other days or machines.
+
+    isentrope study join first/study second/study --out results/study
+    """
+    from isentrope.experiments.joining import join_results
+
+    print_paths([join_results(folders, out), out / "results.jsonl"])
+
+
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(
