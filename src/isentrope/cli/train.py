@@ -45,6 +45,9 @@ def train(
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per batch (gradient accumulation).")] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs on a GPU.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Give the same bits again on a GPU too, which takes longer.")
+    ] = False,
     save_every: Annotated[
         int | None, typer.Option(help="Steps between saved states; once a minute by default.")
     ] = None,
@@ -53,6 +56,9 @@ def train(
         typer.Option(
             help="Steps between validation losses; by default a twentieth of the run, of short ones 50 or a quarter."
         ),
+    ] = None,
+    hash_every: Annotated[
+        int | None, typer.Option(help="Steps between hashes of the weights in the log; 'losses' compares them.")
     ] = None,
     track: Annotated[list[str], typer.Option(help="tensorboard or wandb; repeat for both.")] = ["tensorboard"],  # noqa: B006
     as_json: AsJson = False,
@@ -75,7 +81,7 @@ def train(
         preset, variant, cosscale, model=model, recipe=recipe, pose=pose, length=length, batch=batch, steps=steps,
         epochs=epochs, rate=rate, crop=crop, dropout=dropout, layers=layers, sizes=parse_sizes(sizes), seed=seed,
         precision=precision, accumulate=accumulate, compile=compile, save_every=save_every,
-        evaluate_every=evaluate_every,
+        evaluate_every=evaluate_every, deterministic=deterministic, hash_every=hash_every,
     )  # fmt: skip
     folder = prefer_new(data, corpus, "the corpus as an argument", "--data FOLDER")
     if folder is None:
@@ -104,12 +110,19 @@ def losses(
     out: Annotated[Path, typer.Option(help="Path of the figure, without suffix.")] = Path("results/losses"),
     as_json: AsJson = False,
 ) -> None:
-    """Draw the training losses of several runs in one figure.
+    """Draw the training losses of several runs in one figure, and say from which step on their weights differ.
+
+    Weights are compared where the runs were trained with --hash-every.
 
     isentrope losses runs/base runs/cosine --out results/losses
     """
     from isentrope.report.figures.losses import draw_losses
+    from isentrope.report.repeats import compare_weights
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     with Output(as_json) as output:
+        lines = list(compare_weights(runs))
+        output.add(weights=lines)
+        for line in lines:
+            output.print(line)
+        out.parent.mkdir(parents=True, exist_ok=True)
         output.add_files(draw_losses(runs, out))
