@@ -66,7 +66,7 @@ def _temperatures() -> list[dict[str, Any]]:
             assert isinstance(recipe, SingleRecipe)
             (temperature,) = recipe.temperature if isinstance(recipe.temperature, tuple) else (recipe.temperature,)
             lengths = [trained // 2, trained, 2 * trained, 16 * trained, 64 * trained + 1]
-            values: Any = temperature.scale(torch.tensor(lengths, dtype=torch.float64), head_dim)  # type: ignore[union-attr]
+            values: Any = temperature.scale(torch.tensor(lengths, dtype=torch.float64), head_dim)
             rows += [
                 {"law": law, "n": n, "trained": trained, "d": head_dim, "value": value}
                 for n, value in zip(lengths, values.tolist(), strict=True)
