@@ -6,6 +6,7 @@ from isentrope.cli import (
     data,
     demo,
     evaluate,
+    explore,
     far_laws,
     inspect,
     laws,
@@ -19,6 +20,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "demo", "evaluate", "far_laws", "inspect", "laws", "perplexity", "recipes",
-    "report", "retrieval", "study", "train",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
+    "recipes", "report", "retrieval", "study", "train",
 ]  # fmt: skip
