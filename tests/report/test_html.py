@@ -82,7 +82,7 @@ def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_co
 
 def test_rows_that_hold_have_a_figure_without_plain(tmp_path: Path) -> None:
     rows = [("A", "plain"), ("B", "plain"), ("B", "I.S."), ("C", "plain")]
-    folder = small(tmp_path, [cell(*row, 128, 1.0) for row in rows], rows).folder
+    small(folder := tmp_path, [cell(*row, 128, 1.0) for row in rows], rows)
     data = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     for row, recipe in zip(data["rows"], ("rope", "rerope", "rerope+infoscale", "window"), strict=True):
         row["recipe"] = recipe

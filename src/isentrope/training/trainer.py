@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import math
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -23,8 +24,16 @@ from isentrope.data.prepared import PreparedCorpus
 from isentrope.positions import CLEX
 from isentrope.pretrained import check_tensors
 from isentrope.training.builders import build_batches, build_model, build_tokenizer
-from isentrope.training.checkpoint import TrainingLog, load_state, remove_states, save_state, save_tensors
+from isentrope.training.checkpoint import (
+    TrainingLog,
+    hash_tensors,
+    load_state,
+    remove_states,
+    save_state,
+    save_tensors,
+)
 from isentrope.training.config import NON_IDENTITY_FIELDS, TrainingConfig
+from isentrope.training.determinism import use_deterministic_algorithms
 from isentrope.training.step import Batch, Stepper, prefetch
 from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.progress import ProgressBar
@@ -35,6 +44,8 @@ MAX_LOSS_RISE_NATS = 3.0  # above the lowest loss so far; more is divergence
 SAVE_INTERVAL_SECONDS = 60.0
 PROGRESS_INTERVAL_SECONDS = 15.0
 MIN_TOKENS_TO_COMPILE = 1 << 25  # of a run that repays half a minute of compiling
+VALIDATIONS, MIN_VALIDATIONS, MIN_INTERVAL = 20, 4, 50  # of a run; of a short one; steps between them
+WEIGHTS = "model.safetensors"
 INITIAL_PROGRESS: dict[str, Any] = {
     "step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0,
 }  # fmt: skip
@@ -79,7 +90,8 @@ def train(
     trainer = Trainer(corpus, config, out, accelerator)
     if (summary := trainer.read_finished()) is not None:
         return summary
-    return trainer.run()
+    with use_deterministic_algorithms(config.deterministic):
+        return trainer.run()
 
 
 class Trainer:
@@ -92,7 +104,7 @@ class Trainer:
         self.batches, self.validation_batches = build_batches(corpus, config, self.tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = compute_identity(corpus, config, self.steps)
-        self.evaluate_every = config.evaluate_every or max(1, self.steps // 20)
+        self.evaluate_every = config.evaluate_every or choose_interval(self.steps)
         self.best: dict[str, torch.Tensor] = {}  # weights that are not on disk yet
 
     def read_finished(self) -> dict[str, Any] | None:
@@ -105,11 +117,11 @@ class Trainer:
         if summary["identity"] != self.identity:
             differing = [
                 name for name, value in json.loads(json.dumps(asdict(self.config))).items()
-                if summary["config"].get(name) != value and name not in NON_IDENTITY_FIELDS
+                if summary["config"].get(name, value) != value and name not in NON_IDENTITY_FIELDS
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
         for name in ("best", "final") if summary["finished"] else ():
-            check_tensors(self.out / name / "model.safetensors", f"delete {self.out} to train it again")
+            check_tensors(self.out / name / WEIGHTS, f"delete {self.out} to train it again")
         return summary if summary["finished"] else None
 
     def run(self) -> dict[str, Any]:
@@ -174,7 +186,8 @@ class Trainer:
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
             bar.update(done)
-            logs = done % self.config.log_every == 0 or done == self.steps
+            hashes = self.config.hash_every > 0 and done % self.config.hash_every == 0
+            logs = hashes or done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
             overdue = time.perf_counter() - last_saved > SAVE_INTERVAL_SECONDS
@@ -185,7 +198,7 @@ class Trainer:
             self._record_losses(losses, done)
             losses = []
             if logs or evaluates:
-                self._report(done, evaluates, log, bar)
+                self._report(done, evaluates, hashes, log, bar)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - start}
             start = time.perf_counter()
             last, saves = done == self.steps, (saves or stops) and done < self.steps
@@ -199,9 +212,11 @@ class Trainer:
             if stops and done < self.steps:
                 raise Interrupted(signals[0] if signals else signal.SIGTERM, done, self.out)
 
-    def _report(self, done: int, evaluates: bool, log: TrainingLog | None, bar: ProgressBar) -> None:
-        """Log the losses since the last row and, where it is due, the validation loss."""
+    def _report(self, done: int, evaluates: bool, hashes: bool, log: TrainingLog | None, bar: ProgressBar) -> None:
+        """Log the losses since the last row and, where they are due, a hash of the weights and the validation loss."""
         row = self._build_row(done)
+        if hashes and self.is_main:
+            row["weights"] = hash_tensors(dict(self.stepper.plain.named_parameters()))
         if evaluates:
             row["validation"] = self.validate()
             if not math.isfinite(row["validation"]):
@@ -210,7 +225,8 @@ class Trainer:
         if log is not None:
             log.add(**row)
         bar.report(done, {key: row[key] for key in ("loss", "validation") if key in row}, evaluates)
-        self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
+        numbers = {key: value for key, value in row.items() if key not in ("step", "weights")}
+        self.accelerator.log(numbers, step=done)
 
     def validate(self) -> float:
         """Return the mean loss of the validation crops, the same ones each time, split over the processes."""
@@ -268,19 +284,16 @@ class Trainer:
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _prepare_folder(self) -> None:
-        """Remove partial files of a killed process, and write all but the weights of the models."""
+        """Remove what a killed process left incomplete."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for partial in self.out.rglob(".*.partial"):
-            partial.unlink()
-        model: Any = self.stepper.plain
-        config = copy(model.config)
-        config.architectures = [type(model).__name__]
-        if self.config.objective == "causal":
-            config.use_cache = True  # disabled for training
-        for name in ("best", "final"):
-            (self.out / name).mkdir(parents=True, exist_ok=True)
-            config.save_pretrained(self.out / name)
-            self.tokenizer.save_pretrained(self.out / name)
+        for partial in [*self.out.rglob(".*.partial")]:
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink(missing_ok=True)  # gone with its folder
+        for name in ("best", "final"):  # the previous release wrote them before it had weights
+            if not (self.out / name / WEIGHTS).exists():
+                shutil.rmtree(self.out / name, ignore_errors=True)
         self._write_summary(finished=False)
 
     def _write_best(self) -> None:
@@ -289,7 +302,21 @@ class Trainer:
             self.best = {}
 
     def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
-        save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
+        """Write a model's weights; a new folder appears with all of its files or not at all."""
+        folder, partial = self.out / name, self.out / f".{name}.partial"
+        if folder.exists():
+            save_tensors(weights, folder / WEIGHTS, {"format": "pt"})
+            return
+        partial.mkdir(exist_ok=True)
+        model: Any = self.stepper.plain
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]
+        if self.config.objective == "causal":
+            config.use_cache = True  # disabled for training
+        config.save_pretrained(partial)
+        self.tokenizer.save_pretrained(partial)
+        save_tensors(weights, partial / WEIGHTS, {"format": "pt"})
+        partial.rename(folder)
 
     def _should_compile(self, model: torch.nn.Module, cuda: bool) -> bool:
         if any(isinstance(module, CLEX) for module in model.modules()):
@@ -312,9 +339,14 @@ class Trainer:
         write_json(self.out / "train.json", summary)
 
 
+def choose_interval(steps: int) -> int:
+    """Choose the steps between validation losses: a twentieth of the run, or 50 but no more than a quarter."""
+    return max(1, steps // VALIDATIONS, min(MIN_INTERVAL, steps // MIN_VALIDATIONS))
+
+
 def compute_identity(corpus: PreparedCorpus, config: TrainingConfig, steps: int) -> str:
     """Return a hash of all that the weights depend on."""
-    fields = {key: value for key, value in asdict(config).items() if key not in NON_IDENTITY_FIELDS}
+    fields = config.identity()
     weights = Path(config.model or "") / "model.safetensors"
     if weights.is_file():  # the content of the model to start from, not its location
         fields["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()

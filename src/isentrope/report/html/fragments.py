@@ -64,6 +64,14 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(build_environment().get_template(template).render(values))
 
 
+def render_page_template(template: str, **values: Any) -> Markup:
+    """Render a whole page, with its style and its script in it."""
+    from markupsafe import Markup
+
+    style, script = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return render(template, style=Markup(style), script=Markup(script), **values)
+
+
 def embed_figure(paths: dict[str, Path], caption: str) -> dict[str, str]:
     """Return source and caption of a figure, given its files by suffix: the SVG, or the PNG if that is too large."""
     path = paths.get(".svg") or paths[".png"]

@@ -7,16 +7,13 @@ from typing import Any
 
 from isentrope.report.claims import evaluate_claims
 from isentrope.report.html.comparison import build_comparison_section, find_comparison_folders, write_comparison
-from isentrope.report.html.fragments import Section, list_names, render
+from isentrope.report.html.fragments import Section, list_names, render_page_template
 from isentrope.report.html.grid import build_grid_section
 from isentrope.report.html.recipes import build_section, find_recipe_folders, write_recipes
 from isentrope.report.html.summary import count_verdicts
 from isentrope.report.load import PlanResults, load_plans
 from isentrope.report.tables.plan_tables import write_tables
 from isentrope.utils.files import write_atomically
-
-# the page fetches nothing, and browsers enforce it
-CONTENT_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def write_report(folder: Path, cap: bool = False) -> dict[str, Any]:
@@ -68,10 +65,6 @@ def render_page(
     plans: list[PlanResults], recipe_folders: list[Path], comparisons: list[Path], cap: bool = False
 ) -> str:
     """Render the page of these plans and comparisons."""
-    from markupsafe import Markup
-
-    files = (Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    style, script = (Markup(text) for text in files)
     grids = [grid for plan in plans for grid in plan.grids]
     sections = [build_grid_section(grid, index, cap) for index, grid in enumerate(grids)]
     sections += [build_section(path, f"recipes-{i}") for i, path in enumerate(recipe_folders)]
@@ -81,16 +74,13 @@ def render_page(
     if len(plans) > 1:
         counts = count_verdicts([verdict for plan in plans for verdict in evaluate_claims(plan.grids[0])])
         opening = f"{len(plans)} plans. {counts}"
-    return render(
+    return render_page_template(
         "page.html",
         title=" · ".join(filter(None, (heading, subject, "isentrope"))),
         heading=heading,
         subject=subject,
         opening=opening,
         sections=sections,
-        policy=CONTENT_POLICY,
-        style=style,
-        script=script,
     )
 
 
