@@ -4,7 +4,9 @@ from isentrope.cli import (
     calibrate,
     compare,
     data,
+    demo,
     evaluate,
+    explore,
     far_laws,
     inspect,
     laws,
@@ -17,6 +19,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report",
-    "retrieval", "study", "train",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
+    "report", "retrieval", "study", "train",
 ]  # fmt: skip
