@@ -30,6 +30,7 @@ ONE_QUERY_TEXTS = (
 KERNEL_TEXTS = (
     "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8",
     "selfextend:window=20,group=4+logn:train_length=16+share:beta=1,reference=8+retrieve:blocks=2,size=24,sinks=5,queries=9",
+    "rerope:window=24+retrieve:blocks=2,size=10,sinks=16,queries=8,score=votes",
 )  # fmt: skip
 
 
@@ -104,6 +105,23 @@ def test_calls_that_the_kernels_of_one_query_leave(monkeypatch):
     assert plan(text, k=k.mT.contiguous().mT) is None
     assert plan(text, dropout=torch.relu) is None
     assert get_plan(builder.build_call(inputs._replace(q=q.requires_grad_()), ise.Recipe.parse(text).resolve())) is None
+
+
+@interprets
+@pytest.mark.parametrize("votes", [1, 3, 4])
+def test_votes_interpreted(votes):
+    """The keys with the largest products among those before each query's end, and none where there are fewer."""
+    from isentrope.backends.blocks.vote_kernel import launch
+
+    q, k, _ = Setting(37, 150, d=32).tensors(torch.float32)
+    first, ends = 6, torch.arange(37) * 4 + 7
+    slots = launch(q, k, first, ends, votes).to(torch.int64)
+    products = q @ k.repeat_interleave(2, 1).mT
+    column = torch.arange(150)
+    products = products.masked_fill((column < first) | (column >= ends[:, None]), -torch.inf)
+    top = products.topk(votes, -1)
+    expected = torch.where(top.values == -torch.inf, -1, top.indices)
+    assert torch.equal(slots.sort(-1).values, expected.sort(-1).values)
 
 
 @interprets
