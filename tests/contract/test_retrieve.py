@@ -114,7 +114,7 @@ def test_votes_interpreted(votes):
     from isentrope.backends.blocks.vote_kernel import launch
 
     q, k, _ = Setting(37, 150, d=32).tensors(torch.float32)
-    first, ends = 6, torch.arange(37) * 4 + 7
+    first, ends = 6, torch.arange(37) * 3 + 7
     slots = launch(q, k, first, ends, votes).to(torch.int64)
     products = q @ k.repeat_interleave(2, 1).mT
     column = torch.arange(150)

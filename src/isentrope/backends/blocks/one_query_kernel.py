@@ -249,12 +249,12 @@ def _attend_chosen(
     if _count_finished(integers + pairs + pair) == SPLITS - 1:
         for member in range(GROUPS):
             one_head = pair.to(tl.int64) * GROUPS + member
-            place = one_head * SPLITS + tl.arange(0, SPLITS)
-            split_lse = tl.load(partial_lse + place, cache_modifier=".cg")
-            top = tl.max(split_lse, 0)
-            weight = tl.exp(split_lse - top)
-            total = tl.sum(weight, 0)
-            outputs = tl.load(partial_out + place[:, None] * VALUE_SIZE + value_lane[None, :], cache_modifier=".cg")
-            merged = tl.sum(outputs * weight[:, None], 0) / total
+            part = one_head * SPLITS + tl.arange(0, SPLITS)
+            part_lse = tl.load(partial_lse + part, cache_modifier=".cg")
+            top = tl.max(part_lse, 0)
+            part_weight = tl.exp(part_lse - top)
+            total = tl.sum(part_weight, 0)
+            outputs = tl.load(partial_out + part[:, None] * VALUE_SIZE + value_lane[None, :], cache_modifier=".cg")
+            merged = tl.sum(outputs * part_weight[:, None], 0) / total
             tl.store(out + one_head * VALUE_SIZE + value_lane, merged.to(out.dtype.element_ty))
             tl.store(lse + one_head, top + tl.log(total))
