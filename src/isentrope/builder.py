@@ -299,9 +299,9 @@ def _look_up(
         if sizes.choice is not None and isinstance(n, int):
             n -= sizes.choice.count_hidden_at(layout.keys - 1, sizes.window)
     key = (law, sizes.head_dim)
-    found = look_up_law(values, key, n, layout.keys, torch.empty(0, dtype=sizes.dtype, device=layout.device))
+    entry = look_up_law(values, key, n, layout.keys, torch.empty(0, dtype=sizes.dtype, device=layout.device))
     # a table for other heads is refused where values are computed
-    return None if found is None or found.shape[1] not in (1, sizes.heads) else found
+    return None if entry is None or entry.shape[1] not in (1, sizes.heads) else entry
 
 
 def _count_keys(kind: str, layout: Layout, sizes: _Sizes) -> Tensor:
