@@ -309,7 +309,9 @@ class Layout:
         sizes = self.cached(("counts of one query", *regions), lambda: slots[..., 1::2] - slots[..., ::2])
         if counted is None:
             return sizes.sum((1, 2))
-        return (sizes[:, counted[0]] if len(counted) == 1 else sizes[:, list(counted)].flatten(1)).sum(1)
+        if len(counted) == 1 and len(regions[counted[0]].spans) == 1:
+            return sizes[:, counted[0], 0]
+        return sizes[:, list(counted)].sum((1, 2))
 
     @property
     def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:
