@@ -251,11 +251,11 @@ def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return the bias of far keys for each query, (batch or 1, heads or 1, queries)."""
     if _takes_table(share, layout, sizes):
         counted = sizes.far if getattr(share, "count", "far") == "far" else None
-        offset = _look_up(lambda n: share.bias(n.clamp_min(1)), share, counted, layout, sizes)
-        if offset is not None:
-            return offset
+        entry = _look_up(lambda n: share.bias(n.clamp_min(1)), share, counted, layout, sizes)
+        if entry is not None:
+            return entry
     n = _count_keys("visible", layout, sizes).clamp_min(1)[:, None].to(sizes.dtype)
-    offset = share.bias(n)
+    offset: Tensor = share.bias(n)
     if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
         raise ValueError(f"share: expected β for 1 or {sizes.heads} heads, got shape {tuple(offset.shape)}")
     return offset
@@ -264,13 +264,13 @@ def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
 def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return τ of each query, (batch or 1, heads or 1, queries)."""
     if _takes_table(temperature, layout, sizes):
-        tau = _look_up(lambda n: temperature.scale(n.clamp_min(2), sizes.head_dim), temperature, None, layout, sizes)
-        if tau is not None:
-            return tau
+        entry = _look_up(lambda n: temperature.scale(n.clamp_min(2), sizes.head_dim), temperature, None, layout, sizes)
+        if entry is not None:
+            return entry
     n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
     n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
-    tau = temperature.scale(n, sizes.head_dim)
+    tau: Tensor = temperature.scale(n, sizes.head_dim)
     if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau
