@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz lint format bench clean
+.PHONY: check-results demo test fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -34,6 +34,9 @@ test: $(READY)  ## every test that runs on this machine
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
+
+check-results: $(READY)  ## recompute the numbers of the results pages from the raw files beside them
+	$(BIN)/python docs/results/check.py
 
 lint: $(READY)  ## style, types and workflows
 	$(BIN)/ruff check .
