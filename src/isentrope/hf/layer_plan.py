@@ -65,6 +65,21 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
         warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
 
 
+def check_windows(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Warn of near windows beyond the training length, whose distances are as new to the model as without a method."""
+    trained = read_train_length(config)
+    methods = {str(one.position): one.position.near_window or 0 for one in recipe.recipes if one.position is not None}
+    for method, window in methods.items():
+        if trained is not None and window > trained:
+            warnings.warn(
+                f"{config.model_type}: was trained at {trained} tokens, and {method} leaves distances up to {window} "
+                "as they are, so that text beyond the training length is read no better than by the plain model; choose a "
+                f"window of at most {trained}, such as {trained // 2}",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
     """Refuse recipes and tables for other layers or heads, positions without rotation, and what could not be saved."""
     if isinstance(recipe, LayerRecipes):
