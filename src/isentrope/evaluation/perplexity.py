@@ -24,6 +24,7 @@ from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mea
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
+from isentrope.hf.introspection import introspect_once
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
@@ -66,6 +67,7 @@ class PerplexityConfig:
         return self.edges[-1]
 
 
+@introspect_once()
 def measure_perplexity(
     model: PreTrainedModel, name: str, texts: Sequence[Text], config: PerplexityConfig, out: Path
 ) -> Path:
