@@ -69,7 +69,14 @@ def calibrate(
     from isentrope.calibration.calibrate import fit_laws
     from isentrope.calibration.config import CalibrationConfig
     from isentrope.calibration.select import split_texts
-    from isentrope.evaluation.loading import check_save_folder, load_on_device, load_tokenizer, save_extended
+    from isentrope.evaluation.loading import (
+        check_not_extended,
+        check_save_folder,
+        load_on_device,
+        load_tokenizer,
+        resolve_auto_for,
+        save_extended,
+    )
     from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw_calibration
@@ -77,7 +84,7 @@ def calibrate(
 
     config = CalibrationConfig.parse(
         length,
-        recipe,
+        resolve_auto_for(model, [recipe], length, gguf_file)[0],
         windows=windows,
         factors=factors,
         levels=levels,
@@ -87,6 +94,8 @@ def calibrate(
         with_retrieval=with_retrieval,
     )
     check_save_folder(save)
+    if gguf_file is None:
+        check_not_extended(model, ["a law"])  # one is fitted to the plain model
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, length, documents)
     split_texts(documents_read, length, seed)  # checked before a model is loaded

@@ -33,9 +33,13 @@ def inspect(
     isentrope inspect runs/base/best laws.jsonl.xz --recipe rerope:window=64+infoscale --lengths 64,512,4096
     """
     from isentrope.analysis.inspect import InspectConfig, load_model, load_text, measure_attention
+    from isentrope.evaluation.loading import resolve_auto_for
+    from isentrope.recipe.auto import is_auto
     from isentrope.report.figures.inspect import draw_inspection
 
     config = InspectConfig.parse(lengths, region, inset, layer=layer)
+    if recipe is not None and is_auto(recipe):
+        recipe = resolve_auto_for(model, [recipe], max(config.lengths))[0]
     given = load_text(text, model, config.lengths[-1])  # checked before a model is loaded
     results = measure_attention(load_model(model, recipe, device, dtype), model, given, config, out)
     print_paths([results, *draw_inspection(out)])

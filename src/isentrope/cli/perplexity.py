@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,14 +32,15 @@ def perplexity(
 
     isentrope perplexity MODEL book.txt --recipe plain --recipe rerope:window=4096+infoscale
     """
-    from isentrope.evaluation.loading import load_on_device
+    from isentrope.evaluation.loading import load_on_device, resolve_auto_for
     from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
     from isentrope.evaluation.results import list_failures
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.perplexity import draw_perplexity
     from isentrope.report.tables.perplexity import build_perplexity_table
 
-    config = PerplexityConfig.parse(recipe, edges)
+    config = PerplexityConfig.parse(["plain"], edges)
+    config = replace(config, recipes=resolve_auto_for(model, recipe, config.length, gguf_file))
     disable_progress_bars()
     # texts are checked before a model is loaded
     documents_read = load_texts(expand_paths(texts), model, gguf_file, config.length, documents)
@@ -46,4 +48,4 @@ def perplexity(
     results = measure_perplexity(loaded, Path(model).name, documents_read, config, out)
     print_table(build_perplexity_table(results))
     print_paths([results, *draw_perplexity(results)])
-    exit_if_failed(list_failures(results, recipe), results)
+    exit_if_failed(list_failures(results, config.recipes), results)

@@ -67,20 +67,29 @@ def retrieval(
     """
     from isentrope.data.tasks import SENTENCES, load_fillers, parse_fillers
     from isentrope.data.tasks.fillers import TEXT
-    from isentrope.evaluation.loading import load_on_device, load_tokenizer
+    from isentrope.evaluation.loading import load_on_device, load_tokenizer, resolve_auto_for
     from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.results import list_failures
     from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
     from isentrope.hf.layer_plan import read_train_length
     from isentrope.report.figures.retrieval import draw_heatmaps
     from isentrope.report.tables.retrieval import build_retrieval_table
+    from isentrope.utils.parsing import parse_numbers
 
     named = parse_fillers(filler or [], lambda path: expand_paths([path]))
     if text:
         named = {TEXT: tuple(expand_paths(text)), **named}
     named = named or {SENTENCES: None}
+    longest = max(parse_numbers("lengths", lengths))
     config = RetrievalConfig.parse(
-        recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score, fillers=tuple(named)
+        resolve_auto_for(model, recipe, longest, gguf_file),
+        tasks,
+        lengths,
+        depths,
+        examples=examples,
+        seed=seed,
+        score=score,
+        fillers=tuple(named),
     )
     disable_progress_bars()
     haystacks = load_fillers(named)

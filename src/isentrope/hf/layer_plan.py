@@ -73,8 +73,8 @@ def check_windows(recipe: Recipe, config: PreTrainedConfig) -> None:
         if trained is not None and window > trained:
             warnings.warn(
                 f"{config.model_type}: was trained at {trained} tokens, and {method} leaves distances up to {window} "
-                "as they are, so that text beyond the training length is read no better than by the plain model; choose a "
-                f"window of at most {trained}, such as {trained // 2}",
+                "as they are, so that longer text is read no better than by the plain model; choose "
+                f"a window of at most {trained}, such as {trained // 2}",
                 UserWarning,
                 stacklevel=4,
             )

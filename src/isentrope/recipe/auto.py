@@ -93,8 +93,7 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
         "would take over attention; β = ½ beat InfoScale on every model measured, but for one tie (docs/laws.md)",
     }
     if refusal is None:
-        size = min(MAX_BLOCK_SIZE, 1 << ceil(log2(trained) / 2))
-        parts[f"retrieve:blocks={RETRIEVE_BLOCKS},size={size}"] = (
+        parts[format_retrieve(trained)] = (
             f"from {RETRIEVE_FROM:g} times the training length on, a query that chooses the blocks of far keys that "
             "matter to it has a lower perplexity and finds more passkeys (docs/results/frontier)"
         )
@@ -103,6 +102,11 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     if any(window is not None for window in model.windows):
         others.append("layers with a window of their own keep it")
     return AutoRecipe("+".join(parts), (*(f"{part}: {reason}" for part, reason in parts.items()), *others))
+
+
+def format_retrieve(train_length: int) -> str:
+    """Return the part that chooses far keys for a model of this training length."""
+    return f"retrieve:blocks={RETRIEVE_BLOCKS},size={min(MAX_BLOCK_SIZE, 1 << ceil(log2(train_length) / 2))}"
 
 
 def _explain_no_retrieve(model: ModelFacts, factor: float, window: int) -> str | None:
