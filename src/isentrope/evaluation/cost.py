@@ -32,9 +32,10 @@ class CostEstimate(NamedTuple):
         duration = f"{self.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
         if minutes >= 120:
             duration = f"{minutes / 60:.1f} h"
-        return (
-            f"estimate: {self.passes} passes of {length} tokens, about {duration} and {self.peak_bytes / 2**30:.1f} GiB"
-        )
+        size = f"{self.peak_bytes / 2**30:.1f} GiB"
+        if self.peak_bytes < 2**30:
+            size = f"{self.peak_bytes / 2**20:.0f} MiB"
+        return f"estimate: {self.passes} passes of {length} tokens, about {duration} and {size} for the model"
 
 
 def estimate_cost(

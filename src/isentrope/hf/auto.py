@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
-from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.layer_plan import read_train_length, takes_position
 from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, read_auto_length
 
 
@@ -25,6 +25,9 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
         windows=tuple(int(max(1 - span.low for span in own)) if own else None for own in spans),
         is_causal=all(layer.causal for layer in layers),
         is_rotary=any(layer.rope is not None for layer in layers),
+        has_window_frequencies=not any(
+            own and takes_position(layer, layers) for layer, own in zip(layers, spans, strict=True)
+        ),
     )
     return choose_recipe(facts, length)
 
@@ -42,8 +45,14 @@ def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe
         window = None
     kinds = getattr(text_config, "layer_types", None) or ["full" if window is None else "sliding"]
     windows = tuple(window if "sliding" in kind else None for kind in kinds)
-    rotary = getattr(text_config, "rope_parameters", None) is not None
-    return choose_recipe(ModelFacts(read_train_length(text_config), windows, is_rotary=rotary), length)
+    rope = getattr(text_config, "rope_parameters", None)
+    facts = ModelFacts(
+        train_length=read_train_length(text_config),
+        windows=windows,
+        is_rotary=rope is not None,
+        has_window_frequencies="sliding_attention" in (rope or {}),
+    )
+    return choose_recipe(facts, length)
 
 
 def resolve_auto(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -217,7 +218,7 @@ def _fit_positions(
     for layer in layers:
         own = recipe.for_layer(layer.index)
         stream = get_streaming_window(own.mask, own.position) if layer.causal else None
-        applies = layer.rope is not None and (own.position or stream) and _takes_position(layer, layers)
+        applies = layer.rope is not None and (own.position or stream) and takes_position(layer, layers)
         positions.append(fit(layer, own.position or plain, stream) if applies else None)
     sharing: dict[tuple[nn.Module, str | None], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -256,7 +257,7 @@ def _same_parts(one: Recipe, other: Recipe) -> bool:
     return [id(part) for part in one.parts] == [id(part) for part in other.parts]
 
 
-def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
+def takes_position(layer: LayerInfo, layers: Sequence[LayerInfo]) -> bool:
     """Return whether a position method applies to a layer.
 
     Where a model keeps frequencies of their own for its windowed layers, those never see a distance that is new to

@@ -38,12 +38,14 @@ class ModelFacts:
         windows: of each layer with a window of its own its keys; None for a layer that sees all keys.
         is_causal: whether no query sees ahead.
         is_rotary: whether the model rotates queries and keys by their positions.
+        has_window_frequencies: whether layers with windows rotate at frequencies of their own, and so stay as they are.
     """
 
     train_length: int | None
     windows: tuple[int | None, ...] = (None,)
     is_causal: bool = True
     is_rotary: bool = True
+    has_window_frequencies: bool = False
 
 
 def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
@@ -115,7 +117,7 @@ def _explain_no_retrieve(model: ModelFacts, factor: float, window: int) -> str |
         return f"below {RETRIEVE_FROM:g} times the training length all far keys are seen"
     if not model.is_causal:
         return "it chooses keys for causal attention alone, and this model looks ahead"
-    if any(own is not None and own > window for own in model.windows):
+    if not model.has_window_frequencies and any(own is not None and own > window for own in model.windows):
         return f"layers with a window of their own of more than {window} keys have no far keys to choose from"
     return None
 
