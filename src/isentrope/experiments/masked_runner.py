@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,11 +27,11 @@ from isentrope.data.source import Source
 from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
 from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
 from isentrope.experiments.checkpoints import (
-    SHIPPED_MODELS,
     Trained,
     TrainedCheckpoint,
     describe_trainings,
     hash_partition,
+    identify_checkpoints,
     prepare_checkpoints,
 )
 from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
@@ -41,6 +41,7 @@ from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer
 from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
+from isentrope.utils.shipped import find_shipped_model
 
 CELL_FORMAT = 1  # raised when a change of the code changes the numbers of cells
 FIT_FORMAT = 2  # the same for what is fitted
@@ -68,8 +69,9 @@ def run_masked_plan(
     """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`; arguments as in `run_plan`."""
     state = PartialState()
     prepared = _open_corpus(plan, out, corpus)
-    trained = prepare_checkpoints(plan, prepared, out, notify, compile)
     dtype = resolve_device(state.device.type)[1]
+    measured = _find_measured(plan, prepared, out, dtype)
+    trained = prepare_checkpoints(plan, prepared, out, notify, compile, measured)
     cells = list(_list_cells(plan, prepared, trained, dtype))
     if state.is_main_process:
         (out / plan.name).mkdir(parents=True, exist_ok=True)
@@ -111,7 +113,7 @@ def _open_corpus(plan: MaskedPlan, out: Path, folder: str | Path | None) -> Prep
     state = PartialState()
     if state.is_main_process:
         shipped = next((spec.shipped for spec in plan.required_checkpoints() if spec.shipped), None)
-        options = PrepareOptions(tokenizer=str(SHIPPED_MODELS / shipped)) if shipped else PrepareOptions()
+        options = PrepareOptions(tokenizer=str(find_shipped_model(shipped))) if shipped else PrepareOptions()
         with lock_file(out / "locks" / plan.data, wait=True):
             prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
@@ -130,6 +132,23 @@ def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtyp
                 content += [f"fit {FIT_FORMAT}"] if row.fit else []
                 key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
                 yield MaskedCell(row, length, replace(model, seed=seed), key)
+
+
+def _find_measured(plan: MaskedPlan, corpus: PreparedCorpus, out: Path, dtype: torch.dtype) -> set[tuple[str, int]]:
+    """Find the checkpoints, by name and seed, that all cells of a plan have been measured with: none need training."""
+    trained = identify_checkpoints(plan, corpus, out)
+    missing = {
+        (cell.row.checkpoint, cell.trained.seed)
+        for cell in _list_cells(plan, corpus, trained, dtype)
+        if not is_done(out, cell.key)
+    }
+    for spec in reversed(plan.required_checkpoints()):  # what a missing one starts from is missing too
+        start = (spec.train or {}).get("model")
+        if start in plan.checkpoints:
+            missing |= {(start, seed) for seed in plan.seeds if (spec.name, seed) in missing}
+            if len(plan.seeds_of(start)) == 1 and any(name == start for name, _ in missing):
+                missing |= {(start, seed) for seed in plan.seeds}
+    return set(trained) - missing
 
 
 def _group_by_model(cells: list[MaskedCell]) -> list[list[MaskedCell]]:
@@ -259,8 +278,13 @@ def _corpus_name(source: dict[str, Any]) -> str:
     return Path(source["name"]).name if source["kind"] == "files" else str(source["name"])
 
 
-def _peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: of this cell on a GPU, of the whole process so far elsewhere."""
+def _peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory: of this cell on a GPU, of the whole process so far elsewhere, None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere
