@@ -6,10 +6,12 @@ from isentrope.cli import (
     data,
     demo,
     evaluate,
+    explore,
     far_laws,
     inspect,
     laws,
     perplexity,
+    recipes,
     report,
     retrieval,
     study,
@@ -18,6 +20,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "demo", "evaluate", "far_laws", "inspect", "laws", "perplexity",
-    "report", "retrieval", "study", "train",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
+    "recipes", "report", "retrieval", "study", "train",
 ]  # fmt: skip

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
-from isentrope.cli.options import Device, Dtype, GgufFile, MaxDocuments
+from isentrope.cli.options import (
+    AsJson,
+    CommandWithMoreData,
+    Device,
+    Dtype,
+    GgufFile,
+    MaxDocuments,
+    MoreData,
+    join_data,
+)
+from isentrope.cli.output import Output, print_progress
 from isentrope.cli.plans import run_causal_plan, run_masked_plan
 
 # options that only one kind of model has
@@ -16,11 +26,12 @@ CAUSAL_OPTIONS = ("length", "retrieval", "documents", "save", "allow_forgetting"
 GAU_OPTIONS = ("lengths", "positions", "protocol")
 
 
-@app.command()
+@app.command(cls=CommandWithMoreData)
 @errors_in_one_line()
 def evaluate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A causal model or GAU-α: a folder, or a name on the hub.")],
+    more_data: MoreData = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,6 +70,7 @@ def evaluate(
     gguf_file: GgufFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Find the recipe that works best for a model past its training length, on your own text.
 
@@ -82,6 +94,7 @@ def evaluate(
     from isentrope.experiments.masked_plan import plan_masked_evaluation
     from isentrope.report.tables.leaderboard import build_card_rows
 
+    data = join_data(data, more_data)
     if not data:
         raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
     config = read_causal_config(model, gguf_file)
@@ -90,7 +103,8 @@ def evaluate(
         if not recipe or len(data) > 1:
             raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
         masked_plan = plan_masked_evaluation(model, recipe, lengths, positions, protocol)
-        complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]))
+        with Output(as_json) as output:
+            complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]), output)
         raise typer.Exit(0 if complete else 1)
     _reject_options(context, GAU_OPTIONS, config.model_type)
     check_save_folder(save)
@@ -99,20 +113,22 @@ def evaluate(
     decoder = {"model": model, "gguf_file": gguf_file, "dtype": dtype, "device": device}
     plan = plan_causal_evaluation(decoder, config, data, recipe or [], length, documents, retrieval)
     out = out or Path("results/evaluate")
-    complete = run_causal_plan(plan, out)
-    if save is not None:
-        recipes = plan.perplexity.recipes
-        forgetful = [] if allow_forgetting else [text for text in recipes if forgets(text)]
-        choice = choose_best(rank_recipes(out / plan.name), recipes, forgetful)
-        if choice is None:
-            raise ValueError(
-                "save: no recipe that sees all of the text is better at the end and costs "
-                f"{MAX_DEGRADATION_PERCENT} % or less inside the training length; isentrope.extend and save_pretrained "
-                "save a model with any recipe"
-            )
-        rows = build_card_rows(out / plan.name, choice.recipe)
-        saved = save_extended(plan.decoder["model"], choice.recipe, save, gguf_file, rows)
-        typer.echo(f"saved with {choice.recipe}: {saved}")
+    with Output(as_json) as output:
+        complete = run_causal_plan(plan, out, output)
+        if save is not None:
+            recipes = plan.perplexity.recipes
+            forgetful = [] if allow_forgetting else [text for text in recipes if forgets(text)]
+            choice = choose_best(rank_recipes(out / plan.name), recipes, forgetful)
+            if choice is None:
+                raise ValueError(
+                    "save: no recipe that sees all of the text is better at the end and costs "
+                    f"{MAX_DEGRADATION_PERCENT} % or less inside the training length; isentrope.extend and "
+                    "save_pretrained save a model with any recipe"
+                )
+            rows = build_card_rows(out / plan.name, choice.recipe)
+            print_progress(f"saving with {choice.recipe}")
+            output.add(saved_recipe=choice.recipe)
+            output.add_files([save_extended(plan.decoder["model"], choice.recipe, save, gguf_file, rows)])
     raise typer.Exit(0 if complete else 1)
 
 

@@ -138,7 +138,7 @@ def _collect_haystack(texts: TextInput | Sequence[TextInput]) -> dict[str, Hayst
     inputs = [texts] if isinstance(texts, Text) else texts
     if not isinstance(inputs, str | Path) and any(isinstance(each, Text) for each in inputs):
         raise ValueError("texts: expected text to hide passkeys in, got tokens alone")
-    contents = [document.text for document in iterate_documents(inputs)]  # type: ignore[arg-type]
+    contents = [document.text for document in iterate_documents(inputs)]
     if None in contents:
         raise ValueError("texts: expected text to hide passkeys in, got tokens alone")
     haystack = Haystack.from_texts(content for content in contents if content is not None)

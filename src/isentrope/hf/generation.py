@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from transformers import PreTrainedModel
-from transformers.generation import MaxLengthCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 _CRITERIA = "_get_stopping_criteria"  # the method of a model that `generate` calls
 _extended: WeakSet[PreTrainedModel] = WeakSet()
@@ -21,7 +21,7 @@ class _UnlimitedCriteria:
     referred to weakly, since a cycle would keep it in memory until the next garbage collection.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = ref(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _UnlimitedCriteria:
