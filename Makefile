@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz lint format bench clean
+.PHONY: check-results demo test fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -27,12 +27,16 @@ demo: $(READY)  ## a Llama at 16 times its length, plain and extended; then whic
 
 test: $(READY)  ## every test that runs on this machine
 	@# one thread a worker: two workers with two threads each wait for each other
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
+
+check-results: $(READY)  ## recompute the numbers of the results pages from the raw files beside them
+	$(BIN)/python docs/results/check.py
 
 lint: $(READY)  ## style, types and workflows
 	$(BIN)/ruff check .
