@@ -164,5 +164,5 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(written: Path) -> Non
     assert told["errors"] == []
     assert told["width"] == 375 and told["scroll"] <= 375 and told["both"] <= 375 and told["outside"] == []
     assert told["shown"] == "acc"
-    assert told["enlarged"] == [True, 375]
+    assert told["enlarged"][0] and told["enlarged"][1] <= 375
     assert told["table"][0] > told["table"][1]  # the table scrolls in its own box
