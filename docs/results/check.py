@@ -11,6 +11,7 @@ table.md and beside.md, and its claims.json; and in pages the blocks between `<!
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import re
@@ -40,7 +41,7 @@ from isentrope.report.tables.published import format_published, load_published_t
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 HASHES = HERE / "hashes.json"
-RAW_FILES = ("results.jsonl", "plan.json", "perplexity.json", "retrieval.json", "calibrate.json")
+RAW_FILES = ("results.jsonl", "results.jsonl.gz", "plan.json", "perplexity.json", "retrieval.json", "calibrate.json")
 RECORD = "measured anew? record it: python docs/results/check.py --write"
 PAGES = ("docs/results/README.md", "docs/results/share/README.md", "docs/laws.md", "README.md")
 BLOCK = re.compile(r"(<!-- numbers: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -65,7 +66,7 @@ def list_raw_files() -> list[Path]:
 
 def describe_file(path: Path) -> dict[str, object]:
     """Return a raw file's hash, and the commits that it names."""
-    content = path.read_bytes()
+    content = path.read_bytes() if path.suffix != ".gz" else gzip.decompress(path.read_bytes())
     commits = sorted(set(re.findall(r'"commit": ?"([0-9a-z-]+)"', content.decode("utf-8"))))
     return {"sha256": hashlib.sha256(content).hexdigest(), "commits": commits}
 
@@ -94,7 +95,7 @@ def check_tables(plans: list[Path] | None = None) -> Iterator[str]:
     for folder in list_plans() if plans is None else plans:
         with tempfile.TemporaryDirectory() as temporary:
             copy = Path(temporary)
-            for name in ("plan.json", "results.jsonl", "timings.jsonl"):
+            for name in ("plan.json", "results.jsonl", "results.jsonl.gz", "timings.jsonl"):
                 if (folder / name).is_file():
                     shutil.copy(folder / name, copy)
             write_tables(copy)
@@ -242,7 +243,19 @@ def render_claims(folder: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def render_verdicts(folder: str) -> str:
+    """Print the verdicts that a plan's claims.json has, which `check_tables` compares with its raw results."""
+    lines = ["| claim, registered before the runs | verdict | at 4096 | 95 % interval |", "|---|---|---|---|"]
+    for claim in json.loads((HERE / folder / "claims.json").read_text(encoding="utf-8")):
+        (number,) = claim["numbers"]
+        form = "{:+.3f}" if claim["metric"] == "acc" else "{:+.1f} %"
+        values = [form.format(number[name]) for name in ("difference", "low", "high")]
+        lines.append(f"| {claim['text']} | **{claim['verdict']}** | {values[0]} | {values[1]} to {values[2]} |")
+    return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
+
+
 RENDERERS: dict[str, Callable[..., str]] = {
+    "verdicts": render_verdicts,
     "questions": render_questions,
     "beside_paper": render_beside_paper,
     "claims": render_claims,

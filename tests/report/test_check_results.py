@@ -48,5 +48,5 @@ def test_a_changed_number_is_found(check, tmp_path, monkeypatch):
 
 
 def test_an_unknown_block_is_refused(check):
-    with pytest.raises(ValueError, match="expected one of questions"):
+    with pytest.raises(ValueError, match="expected one of verdicts"):
         check.render("question", [])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isentrope.utils.files import RERUN_REMEDY, read_fields, write_atomically, write_json
+from isentrope.utils.files import RERUN_REMEDY, read_fields, read_plain_or_gzip, write_atomically, write_json
 
 # what runs of one plan must share
 SHARED_FIELDS = ("title", "lengths", "train_length", "protocol", "positions", "rows", "claims")
@@ -58,9 +58,9 @@ def join_results(folders: Sequence[Path], out: Path) -> Path:
 
 
 def _read_lines(path: Path) -> list[Record]:
-    if not path.is_file():
+    if (content := read_plain_or_gzip(path)) is None:
         raise ValueError(f"{path}: expected results, got no such file; {RERUN_REMEDY}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def _write_lines(path: Path, rows: Sequence[Record]) -> None:

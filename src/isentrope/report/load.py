@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isentrope.evaluation.metrics import difference_interval
-from isentrope.utils.files import RERUN_REMEDY, read_json
+from isentrope.utils.files import RERUN_REMEDY, read_json, read_plain_or_gzip
 
 PROTOCOLS = {"single": "one token masked at a time", "random": "15 % masked at once"}
 MAX_DEPTH = 3  # results/evaluate/MODEL-LENGTH is two folders below results
@@ -265,10 +265,10 @@ def _load_plan(folder: Path) -> PlanResults:
 
 def _read_json_lines(path: Path, required: dict[str, type]) -> list[dict[str, Any]]:
     """Read one JSON object per line; a missing file has none."""
-    if not path.is_file():
+    if (content := read_plain_or_gzip(path)) is None:
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:

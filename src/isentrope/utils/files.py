@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -39,6 +40,14 @@ RERUN_REMEDY = "run the command that wrote it again"
 
 class BrokenFileError(ValueError):
     """A file's content is broken or incomplete."""
+
+
+def read_plain_or_gzip(path: Path) -> bytes | None:
+    """Return the content of a file, or of NAME.gz beside it; None where neither is there."""
+    if path.is_file():
+        return path.read_bytes()
+    packed = path.with_name(f"{path.name}.gz")
+    return gzip.decompress(packed.read_bytes()) if packed.is_file() else None
 
 
 def read_json(path: Path, remedy: str) -> Any:

@@ -19,7 +19,7 @@ from isentrope.report.figures.style import COLOURS, DASHES, GREY, INK, RC_PARAMS
 from isentrope.report.load import Row
 from isentrope.report.tables.numbers import format_length
 from isentrope.report.tables.published import CAPPED_ACC_HEIGHT, PaperComparison
-from isentrope.utils.files import RERUN_REMEDY, read_fields
+from isentrope.utils.files import RERUN_REMEDY, read_fields, read_plain_or_gzip
 
 MARKERS = "osD^vPX*pd"
 MAX_ROWS_PER_PANEL = 9  # with more, each method has a panel
@@ -31,7 +31,7 @@ METRIC_NAMES = {"acc": "accuracy", "ppl": "perplexity"}
 def draw_curves(folder: Path) -> list[Path]:
     """Draw the figures of a plan's folder into its `figures/`, with captions in `figures.json`."""
     plan = read_fields(folder / "plan.json", RERUN_REMEDY, "protocol", "rows")
-    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (read_plain_or_gzip(folder / "results.jsonl") or b"").splitlines()
     rows = [row for row in map(json.loads, lines) if not row["failed"]]
     if not rows:
         return []

@@ -67,8 +67,8 @@ def _draw_effects(axes: Axes, verdicts: Sequence[Verdict], metric: str) -> None:
     unit = "perplexity lower by, %" if metric == "ppl" else f"difference of {METRICS[metric]}"
     basis = verdicts[0]
     axes.set_xlabel(
-        f"{unit}; grey: no difference that matters; 95 % intervals over {basis['pretrainings']} pre-trainings, "
-        f"{basis['documents']} documents",
+        f"{unit}; grey: no difference that matters\n"
+        f"95 % intervals over {basis['pretrainings']} pre-trainings, {basis['documents']} documents",
         fontsize=9,
     )
 
