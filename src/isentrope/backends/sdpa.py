@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
-from isentrope.core.compile import can_run_triton, cuda_capability_major, values_are_readable
+from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import Band, Region
@@ -86,8 +86,7 @@ class SDPABackend(MergedBackend):
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         q, v = branches[0].q, branches[0].v
         tiled = [_tiles_of(branch) for branch in branches]
-        known = q.dtype != torch.float64 and can_run_triton(q) and values_are_readable(q)
-        if not known or all(tiles is None for tiles in tiled):
+        if all(tiles is None for tiles in tiled) or q.dtype == torch.float64 or not can_run_triton(q):
             return super().forward_branches(branches)
         from isentrope.backends.merge_kernel import launch
 

@@ -22,6 +22,10 @@ from isentrope.core.layout import get_layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import Angles
 
+# proven in Triton's interpreter and compiled for sm_90, but not run on a GPU yet: until it is, decoding chooses blocks
+# by separate operations
+USE_ONE_QUERY_KERNELS = False
+
 
 class BlocksBackend(BandBackend):
     """Chosen blocks of far keys; without any, what the band kernel or SDPA computes."""
@@ -53,7 +57,7 @@ class BlocksBackend(BandBackend):
 
     def choose_and_forward(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         """Compute a call whose blocks are not chosen yet, for one query a row; None where no kernel takes it."""
-        if (plan := get_plan(call)) is None:
+        if not USE_ONE_QUERY_KERNELS or (plan := get_plan(call)) is None:
             return None
         from isentrope.backends.blocks.one_query_kernel import launch
 
