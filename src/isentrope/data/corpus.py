@@ -80,10 +80,7 @@ def read_sympy_documents(verify: bool = True) -> list[Document]:
     Args:
         verify: Check that the sources are those of version 1.14.0.
     """
-    spec = find_spec("sympy")
-    if spec is None or not spec.submodule_search_locations:
-        raise CorpusError("sympy: expected the package to be installed, got none")
-    root = Path(next(iter(spec.submodule_search_locations)))
+    root = _find_sympy()
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     documents, content = [], hashlib.sha256()
     for name in names:
@@ -95,6 +92,18 @@ def read_sympy_documents(verify: bool = True) -> list[Document]:
     if verify and content.hexdigest() != SYMPY_SHA256:
         raise CorpusError("sympy: expected the sources of version 1.14.0, got others; pip install sympy==1.14.0")
     return documents
+
+
+def read_sympy_module(name: str) -> Document:
+    """Return one of SymPy's modules, such as geometry/point.py."""
+    return Document(name, text=(_find_sympy() / name).read_bytes().decode("utf-8"), group=name.split("/")[0])
+
+
+def _find_sympy() -> Path:
+    spec = find_spec("sympy")
+    if spec is None or not spec.submodule_search_locations:
+        raise CorpusError("sympy: expected the package to be installed, got none")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 ReadResult = Document | CorpusError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -178,6 +179,8 @@ def _remove_stale_partials(path: Path) -> None:
 
 
 def _process_exists(process: int) -> bool:
+    if sys.platform == "win32":  # signal 0 is Ctrl-C there
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -24,6 +24,7 @@ from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mea
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
+from isentrope.hf.introspection import introspect_once
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
@@ -66,6 +67,7 @@ class PerplexityConfig:
         return self.edges[-1]
 
 
+@introspect_once()
 def measure_perplexity(
     model: PreTrainedModel, name: str, texts: Sequence[Text], config: PerplexityConfig, out: Path
 ) -> Path:
@@ -132,23 +134,25 @@ def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Compute the same with gradients where they are enabled; a backward computes the logits anew."""
     ids = tokens.to(model.device)[None]
-    hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    hidden = get_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return losses_from_hidden(model, hidden[:-1], ids[0, 1:])
+
+
+def losses_from_hidden(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Compute -ln p of each target (tokens,) from the hidden state (tokens, size) before it, in fp32."""
     head = model.get_output_embeddings()
     step = max(1, MAX_LOGITS // head.weight.shape[0])
 
-    def compute(part: Tensor, targets: Tensor) -> Tensor:
+    def compute(part: Tensor, part_targets: Tensor) -> Tensor:
         logits = head(part)
-        return F.cross_entropy(logits.to(accumulation_dtype(logits)), targets, reduction="none")
+        return F.cross_entropy(logits.to(accumulation_dtype(logits)), part_targets, reduction="none")
 
     compute_part = partial(checkpoint, compute, use_reentrant=False) if torch.is_grad_enabled() else compute
-    losses = [
-        compute_part(hidden[at : at + step][: len(tokens) - 1 - at], ids[0, at + 1 : at + 1 + step])
-        for at in range(0, len(tokens) - 1, step)
-    ]
-    return torch.cat(losses)
+    parts = zip(hidden.split(step), targets.split(step), strict=True)
+    return torch.cat([compute_part(part, part_targets) for part, part_targets in parts])
 
 
-def _decoder(model: PreTrainedModel) -> Any:
+def get_decoder(model: PreTrainedModel) -> Any:
     """Return the part of a causal model that gives hidden states; Llama 4 does not declare which one that is."""
     if model.base_model is not model:
         return model.base_model

@@ -35,6 +35,7 @@ from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, under_recipe
 from isentrope.evaluation.results import RETRIEVAL, ResultsStore
 from isentrope.evaluation.retrieval_summary import summarize_retrieval
+from isentrope.hf.introspection import introspect_once
 from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
@@ -139,6 +140,7 @@ def check_retrieval(
     _check_measurable(model, drafts, prompts, set(config.recipes))
 
 
+@introspect_once()
 def measure_retrieval(
     model: PreTrainedModel,
     name: str,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from isentrope.training.checkpoint import read_log
 from isentrope.training.config import NON_IDENTITY_FIELDS, build_config
 from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields
-
-SHIPPED_MODELS = files("isentrope.models") / "shipped"
+from isentrope.utils.shipped import SHIPPED_MODELS as SHIPPED_MODELS
+from isentrope.utils.shipped import find_shipped_model
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class _CheckpointBuilder:
         return self._find(spec, seed) if spec.train is None else self._train(spec, spec.train, seed, start)
 
     def _find(self, spec: Checkpoint, seed: int) -> TrainedCheckpoint:
-        folder = Path(str(SHIPPED_MODELS / spec.shipped)) if spec.shipped else Path(str(spec.path))
+        folder = find_shipped_model(spec.shipped) if spec.shipped else Path(str(spec.path))
         content = hashlib.sha256()
         for file in (folder / "config.json", folder / "model.safetensors"):
             if not file.is_file():

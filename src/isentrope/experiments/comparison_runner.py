@@ -26,6 +26,7 @@ from isentrope.evaluation.retrieval import Cell, measure_retrieval
 from isentrope.evaluation.texts import Text, load_texts
 from isentrope.experiments.comparison_plan import PLAIN, ComparisonPlan
 from isentrope.experiments.prepared_prompts import PreparedPrompts, PromptWorkers
+from isentrope.hf.introspection import introspect_once
 
 MAX_MESSAGE_CHARACTERS = 200
 GROUP_SECONDS = 8.0  # that recipes measured in one call should take together
@@ -69,6 +70,7 @@ class Step:
         return [recipe for recipe in self.recipes if (recipe, *self.key) not in done]
 
 
+@introspect_once()
 def run_comparison(
     plan: ComparisonPlan,
     model: str,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,6 @@ from isentrope.data.source import Source
 from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
 from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
 from isentrope.experiments.checkpoints import (
-    SHIPPED_MODELS,
     Trained,
     TrainedCheckpoint,
     describe_trainings,
@@ -41,6 +40,7 @@ from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer
 from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
+from isentrope.utils.shipped import find_shipped_model
 
 CELL_FORMAT = 1  # raised when a change of the code changes the numbers of cells
 FIT_FORMAT = 2  # the same for what is fitted
@@ -111,7 +111,7 @@ def _open_corpus(plan: MaskedPlan, out: Path, folder: str | Path | None) -> Prep
     state = PartialState()
     if state.is_main_process:
         shipped = next((spec.shipped for spec in plan.required_checkpoints() if spec.shipped), None)
-        options = PrepareOptions(tokenizer=str(SHIPPED_MODELS / shipped)) if shipped else PrepareOptions()
+        options = PrepareOptions(tokenizer=str(find_shipped_model(shipped))) if shipped else PrepareOptions()
         with lock_file(out / "locks" / plan.data, wait=True):
             prepare(Source(plan.data), folder, options)
     state.wait_for_everyone()
@@ -259,8 +259,13 @@ def _corpus_name(source: dict[str, Any]) -> str:
     return Path(source["name"]).name if source["kind"] == "files" else str(source["name"])
 
 
-def _peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: of this cell on a GPU, of the whole process so far elsewhere."""
+def _peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory: of this cell on a GPU, of the whole process so far elsewhere, None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, kibibytes elsewhere

@@ -84,6 +84,7 @@ class _Recorder:
 
 
 _recorder: ContextVar[_Recorder] = ContextVar("recorder")
+_known_layers: ContextVar[dict[PreTrainedModel, list[LayerInfo]] | None] = ContextVar("known_layers", default=None)
 
 
 def _record_mask(batch_size: int, q_length: int, device: Any = "cpu", **arguments: Any) -> Tensor:
@@ -125,12 +126,34 @@ def _find_region(arguments: dict[str, Any], device: Any) -> Region | str:
     return band(-inf if low == distances[0] else low, inf if high > distances[-1] else high)
 
 
+@contextmanager
+def introspect_once() -> Iterator[None]:
+    """Introspect every model at most once while the block lasts; inside, `extend` and `restore` alone may change it.
+
+    Introspection takes two passes and many small copies to the host, which outweigh a forward pass on a busy GPU.
+    """
+    token = _known_layers.set({} if (known := _known_layers.get()) is None else known)
+    try:
+        yield
+    finally:
+        _known_layers.reset(token)
+
+
 def introspect(model: PreTrainedModel) -> list[LayerInfo]:
     """Describe every attention layer of a model, in the order in which they run.
 
     Raises:
         UnsupportedModelError: a layer was not reached, or computes what no recipe can carry.
     """
+    known = _known_layers.get()
+    if known is None:
+        return _introspect(model)
+    if model not in known:
+        known[model] = _introspect(model)
+    return list(known[model])
+
+
+def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     kind = model.config.model_type
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind}: attention across an encoder and a decoder is not supported")

@@ -26,6 +26,7 @@ from isentrope.recipe import Recipe
 
 SINK_LOGITS_GRADIENT_ERROR = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
 MAX_NATIVE_MASKS = 64  # of all models; one has two or three
+MAX_MASK_ELEMENTS = 1 << 24  # of a matrix that SDPA may take for a window; at 131,072 tokens it would take 50 GB
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,7 @@ class Layer(nn.Module):
         if layout.implicit and self.idle(key.shape[2], layout.framed):
             if self.eager_attention is not None and self._model_idle(key.shape[2]):
                 return self._run_eager(call, layout)
-            if sink_logits is None:
+            if sink_logits is None and (call.dropout or not self._needs_large_mask(call, layout)):
                 return self._run_sdpa(call, layout)
         if call.dropout:
             raise ValueError(
@@ -173,12 +174,24 @@ class Layer(nn.Module):
         query = self.rope.rotate(call.query, layout.query, layout)
         return query, self.rope.rotate(call.key, layout.key, layout)
 
+    def _find_masked_region(self, call: LayerCall, layout: Layout) -> Region | None:
+        """Return the region that SDPA takes as a matrix, None where it needs none."""
+        region = layout.simplify(self.native_mask.visible)
+        needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
+        return None if call.mask is None and needless else region
+
+    def _needs_large_mask(self, call: LayerCall, layout: Layout) -> bool:
+        """Return whether SDPA would take a large matrix for a window, where other layers change the output anyway."""
+        if call.mask is None and self.native_mask.visible in (CAUSAL, EVERYTHING):
+            return False
+        large = layout.queries * layout.keys > MAX_MASK_ELEMENTS and not self._model_idle(layout.keys)
+        return large and self._find_masked_region(call, layout) is not None
+
     def _run_sdpa(self, call: LayerCall, layout: Layout) -> Tensor:
         """Run the model's own attention, bit for bit: its rotation and transformers' SDPA."""
         query, key = self._rotate(call, layout)
-        region = layout.simplify(self.native_mask.visible)
-        needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
-        mask = None if call.mask is None and needless else layout.visible(region)
+        region = self._find_masked_region(call, layout)
+        mask = None if region is None else layout.visible(region)
         options: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scaling, "is_causal": self.causal}
         return sdpa_attention_forward(call.module, query, key, call.value, mask, **options)[0]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import exprel, zeta
 
 from isentrope.theory.common import Floats, Step, check_length, check_range
 from isentrope.theory.key_sets import (
@@ -27,6 +26,7 @@ from isentrope.theory.key_sets import (
     log_sum_gaussian,
     shares,
 )
+from isentrope.theory.special import exprel, inverse_squares
 
 
 def far_share(
@@ -235,7 +235,10 @@ def far_derivation(
     tau = needle_tau(ratio, strength, sigma)
     law = (np.where(np.isnan(tau), 1.0, tau), noise_bias(ratio, np.where(np.isnan(tau), 1.0, tau), sigma))
     heated, moved = noise.transform(*law), needle.transform(*law)
-    distances = zeta(2, window) - zeta(2, n), zeta(2, window) - zeta(2, train_length)  # Σ_{W <= Δ < n} Δ^-2
+    # Σ_{W <= Δ < n} Δ^-2
+    counts = (np.asarray(count, dtype=np.float64) for count in (window, n, train_length))
+    from_window, from_n, from_trained = (inverse_squares(count) for count in counts)
+    distances = from_window - from_n, from_window - from_trained
     return (
         Step("E ln Z_far ≅ ln m + σ²/2", log_sum(noise), log_sum_gaussian(noise)),
         Step("E ln Z_far ≅ ln m + σ²/2 - v/2", log_sum(noise), log_sum_gaussian(noise) - relative_variance / 2),

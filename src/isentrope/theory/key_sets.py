@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import logsumexp
 
 from isentrope.theory.common import Floats, check_length, check_range
 
@@ -114,7 +113,7 @@ def _integrate(sets: Floats) -> Floats:
     sets_with_keys = sets[sets[:, 0] > 0]
     count, mean, sigma = sets_with_keys.T
     start = np.max(mean - DEVIATES * sigma) - 6  # G < -6 has probability e^{-403}
-    stop = logsumexp(mean + sigma**2 / 2, b=count) + TAIL  # P(x > stop) <= E Z e^{-stop}
+    stop = np.logaddexp.reduce(np.log(count) + mean + sigma**2 / 2) + TAIL  # P(x > stop) <= E Z e^{-stop}
     x = np.arange(start, stop, STEP)
     log_cdf, rates, focus = np.zeros_like(x), np.zeros((len(sets), len(x))), np.zeros((len(sets), len(x)))
     for row, (keys, mu, deviation) in enumerate(sets):

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import elementwise
-from scipy.special import betaln, gammaln, ive
 
 from isentrope.theory.common import Floats, Step, check_length, check_range
+from isentrope.theory.special import bessel_moments, find_root, log_gamma
 
 __all__ = [
     "concentration",
@@ -39,7 +38,7 @@ __all__ = [
     "peak_cosine",
 ]
 
-# Above it I_{d/2-1}(alpha) underflows in float64 where `_moments` switches from the series to it.
+# Values are checked up to here, beyond the head dimension of any model.
 MAX_DIMENSION = 1024
 
 
@@ -120,12 +119,8 @@ def concentration(kl: ArrayLike, d: ArrayLike) -> Floats:
     if beyond.any():
         raise ValueError(f"kl: expected an alpha within float64 at d = {d!r}, got {target[beyond][0]:g}")
 
-    def excess(log_alpha: Floats, log_kl: Floats, dim: Floats) -> Floats:
-        return np.log(_moments(np.exp(log_alpha), dim)[2]) - log_kl
-
-    root = elementwise.find_root(excess, (low, high), args=(np.log(positive), dim))
-    assert np.all(root.success), "the bracket contains the root for every kl > 0"
-    alpha: Floats = np.where(target > 0, np.exp(root.x), 0.0)[()]
+    root = find_root(lambda log_alpha: np.log(_moments(np.exp(log_alpha), dim)[2] / positive), low, high)
+    alpha: Floats = np.where(target > 0, np.exp(root), 0.0)[()]
     return alpha
 
 
@@ -166,7 +161,7 @@ def derivation(n: ArrayLike, alpha: ArrayLike, d: ArrayLike) -> tuple[Step, ...]
     a, dim = _check_alpha(alpha)[()], _check_dimension(d)
     log_mean, cosine, kl = _moments(a, dim)
     exact = entropy(n, a, d)
-    log_sine = betaln(0.5, (dim - 1) / 2)  # ln ∫ sin^{d-2} θ dθ
+    log_sine = log_gamma(0.5) + log_gamma((dim - 1) / 2) - log_gamma(dim / 2)  # ln ∫ sin^{d-2} θ dθ
     c, root = _laplace_peak(_t(a, d))
     # sin² θ* = 2/(1 + √(4t+1)) and alpha (1/c + c) = d √(4t+1).
     laplace = a * c - dim / 2 * np.log((1 + root) / 2) + np.log(2 * np.pi / (dim * root)) / 2
@@ -233,11 +228,9 @@ def _by_series(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _by_bessel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
-    """Evaluate the closed form, with alpha taken out of the logarithm (ive = e^{-alpha} I)."""
-    bessel = ive(d / 2 - 1, alpha)
-    cosine = ive(d / 2, alpha) / bessel
-    rest = gammaln(d / 2) + (1 - d / 2) * np.log(alpha / 2) + np.log(bessel)
-    return alpha + rest, cosine, alpha * (cosine - 1) - rest
+    """Evaluate the closed form, with alpha taken out of the logarithm and of the mean."""
+    rest, shift = bessel_moments(alpha, d)
+    return alpha + rest, 1 + shift / alpha, shift - rest
 
 
 def _by_hankel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
@@ -251,7 +244,7 @@ def _by_hankel(alpha: Floats, d: Floats) -> tuple[Floats, Floats, Floats]:
         total += p
         slope += k * p
     shift = -(d - 1) / 2 - slope / total
-    rest = gammaln(d / 2) - (d - 1) / 2 * np.log(alpha / 2) - np.log(4 * np.pi) / 2 + np.log(total)
+    rest = log_gamma(d / 2) - (d - 1) / 2 * np.log(alpha / 2) - np.log(4 * np.pi) / 2 + np.log(total)
     return alpha + rest, 1 + shift / alpha, shift - rest
 
 

@@ -6,16 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-# the extra that installs each optional package
+# the extra that installs each optional package; where several do, the smallest
 EXTRAS = {
+    "scipy": "hf",
     "transformers": "hf",
     "huggingface_hub": "hf",
     "safetensors": "hf",
     "tokenizers": "hf",
+    "matplotlib": "report",
+    "jinja2": "report",
+    "typer": "cli",
+    "rich": "cli",
+    "yaml": "cli",
     "accelerate": "train",
-    "yaml": "train",
-    "sklearn": "data",
-    "pyarrow": "data",
+    "sklearn": "train",
+    "pyarrow": "train",
+    "filelock": "train",
     "datasets": "hub",
     "gguf": "smollm2",
     "lm_eval": "harness",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+
+from isentrope.utils.extras import name_missing_extras
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # the problem and the remedy of an OSError, by its number
@@ -107,13 +108,20 @@ def lock_file(path: Path, wait: bool = False) -> Iterator[bool]:
         path: the lock file, created if missing.
         wait: wait while another process holds the lock, instead of yielding False at once.
     """
+    with name_missing_extras():
+        from filelock import FileLock, Timeout
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:  # an OSError too: another process holds the lock
+        yield False
+        return
+    except NotImplementedError as error:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    try:
         yield True
+    finally:
+        lock.release()

@@ -1,0 +1,105 @@
+"""What the demo opens with: a model far beyond its training length, plain and extended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isentrope.data.corpus import read_sympy_module
+from isentrope.evaluation.loading import load_on_device, load_tokenizer, read_causal_config
+from isentrope.evaluation.recipe_texts import PLAIN
+from isentrope.evaluation.side_by_side import SideBySideConfig, compare_side_by_side
+from isentrope.evaluation.texts import iterate_documents, tokenize_documents
+from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from isentrope.hf.layer_plan import read_train_length
+
+# among the best in docs/results/frontier/llama of the recipes that see all of the text, and fast; a test module
+SHIPPED_LLAMA = "llama"
+RECIPE = "rerope:window=128+share"
+MODULE = "geometry/point.py"
+DEFAULT_TIMES = 16  # of the training length
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model, a text and recipes to put side by side.
+
+    Args:
+        model: a folder, or a name on the hub.
+        text: where the text is; None for a module of SymPy.
+        config: recipes and lengths.
+    """
+
+    model: str
+    text: str | None
+    config: SideBySideConfig
+
+    def run(
+        self, out: Path, device: str = "auto", dtype: str = "auto", notify: Callable[[str], None] = lambda line: None
+    ) -> Path:
+        """Score and continue the text under each recipe.
+
+        Args:
+            out: the folder for `side_by_side.json`.
+            device: such as cpu or cuda; auto is a GPU where there is one.
+            dtype: bfloat16, float16 or float32; auto is bfloat16 on a GPU and float32 on a CPU.
+            notify: called with a line as each recipe begins.
+
+        Returns:
+            The path of the file.
+        """
+        documents = iterate_documents(self.text) if self.text is not None else iter([read_sympy_module(MODULE)])
+        tokenizer = load_tokenizer(self.model)
+        wanted, length = self.config.length + self.config.new_tokens, self.config.length
+        document = next(documents, None)
+        if document is None:
+            raise ValueError(f"data: expected a text, got none in {self.text}")
+        # a text that ends where the model's own words begin is scored all the same
+        size = min(wanted, max(length, _count_tokens(tokenizer, document.text or "")))
+        (text,) = tokenize_documents([document], lambda: tokenizer, size, 1)
+        if self.model == _shipped_llama() and dtype == "auto":
+            dtype = "float32"  # its bfloat16 weights are slow on a CPU, and it is small
+        loaded = load_on_device(self.model, device, dtype)
+        return compare_side_by_side(loaded.eval(), tokenizer, text, self.config, out, notify)
+
+
+def prepare_opening(
+    model: str | None, text: str | None, recipes: Sequence[str] | None, length: int | None, new_tokens: int
+) -> Opening:
+    """Fill in what is not given, from the model that ships or from the training length of the one given.
+
+    Args:
+        model: a folder, or a name on the hub; the small Llama that ships by default.
+        text: where a text is; a module of SymPy by default, with the small Llama alone.
+        recipes: beside the plain model; with the small Llama the best one measured on it.
+        length: tokens to read; 16 times the training length by default.
+        new_tokens: tokens to write after them.
+
+    Raises:
+        ValueError: a model is given without a text or recipes, or names no training length and no length is given.
+    """
+    if model is None:
+        model = _shipped_llama()
+        if not (Path(model) / "model.safetensors").exists():
+            raise ValueError("model: the small Llama is not part of this installation; name a model of yours")
+        recipes = recipes or [RECIPE]
+    elif text is None or not recipes:
+        missing = "--data TEXT" if text is None else "--recipe RECIPE"
+        raise ValueError(f"{missing}: expected one with a model of your own, got none; add it")
+    if length is None:
+        config: Any = read_causal_config(model)
+        trained = None if config is None else read_train_length(config.get_text_config())
+        if trained is None:
+            raise ValueError(f"length: {model} names no training length; add --length TOKENS")
+        length = DEFAULT_TIMES * trained
+    return Opening(model, text, SideBySideConfig((PLAIN, *recipes), length, new_tokens))
+
+
+def _count_tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text)["input_ids"])
+
+
+def _shipped_llama() -> str:
+    return str(SHIPPED_MODELS / SHIPPED_LLAMA)
