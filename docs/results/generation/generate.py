@@ -53,7 +53,7 @@ def main() -> None:
     prompt = build_prompt(tokenizer, options.text.read_text("utf-8"), options.length, options.depth)
     result: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
-        "model": Path(options.model).name,
+        "model": options.gguf_file or Path(options.model).name,
         "train_length": model.config.max_position_embeddings,
         "text": options.title or options.text.name,
         "prompt": {
