@@ -25,8 +25,8 @@ def demo(
         list[str] | None, typer.Option(help="A recipe beside the plain model. Repeat for several.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens to read; 16 times the training length by default.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after them.")] = 80,
-    out: Annotated[Path, typer.Option(help="Folder for side_by_side.json, .png and .svg.")] = Path("results/demo"),
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after them.")] = 60,
+    out: Annotated[Path, typer.Option(help="Folder for side_by_side.json, .png and .svg.")] = Path("results/opening"),
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:

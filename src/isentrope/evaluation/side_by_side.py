@@ -41,7 +41,7 @@ class SideBySideConfig:
 
     recipes: tuple[str, ...]
     length: int
-    new_tokens: int = 80
+    new_tokens: int = 60
 
     def __post_init__(self) -> None:
         check_recipes(self.recipes)
