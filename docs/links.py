@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FIGURES = ROOT / "benchmarks" / "results"
+INCLUDED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -29,8 +30,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Point links at the site where it has the file, at the repository where it has not."""
     source = Path(page.file.abs_src_path)
-    if source.name in ("contributing.md", "changelog.md"):  # they include a page of the repository's root
-        return markdown
+    if source.name in INCLUDED:  # the page of the repository's root that this one stands for
+        source = ROOT / INCLUDED[source.name]
+        markdown = source.read_text(encoding="utf-8")
 
     def replace(match: re.Match[str]) -> str:
         target, _, anchor = match[1].partition("#")
@@ -43,7 +45,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return os.path.relpath(f"benchmarks/{path.name}", Path(page.file.src_uri).parent)
         inside = files.get_file_from_path(path.relative_to(DOCS).as_posix()) if path.is_relative_to(DOCS) else None
         if inside is not None and inside.inclusion.is_included():
-            return match[0]
+            return os.path.relpath(path.relative_to(DOCS), Path(page.file.src_uri).parent) + (
+                f"#{anchor}" if anchor else ""
+            )
         kind = "tree" if path.is_dir() else "blob"
         address = f"{config.repo_url.rstrip('/')}/{kind}/main/{path.relative_to(ROOT).as_posix()}"
         return address + (f"#{anchor}" if anchor else "")

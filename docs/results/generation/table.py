@@ -1,8 +1,8 @@
 """Write the README's table from the raw files of docs/results: python docs/results/generation/table.py [--check]
 
-What stands between `<!-- table -->` and `<!-- end -->` is replaced: SmolLM2-135M at 32,768 tokens, four times its training
-length, as `isentrope compare` measured it (docs/results/frontier/smollm2-32k). Passkeys of the plain model, which that run
-leaves out, are those of docs/results/smollm2/32k.
+What stands between the marks `start:table` and `end:table` is replaced: SmolLM2-135M at 32,768 tokens, four times its
+training length, as `isentrope compare` measured it (docs/results/frontier/smollm2-32k). Passkeys of the plain model,
+which that run leaves out, are those of docs/results/smollm2/32k.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from isentrope.evaluation.frontier import build_board
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-SECTION = re.compile(r"(<!-- table -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+SECTION = re.compile(r"(\[start:table\] -->\n)(.*?)(<!-- --8<-- \[end)", re.DOTALL)
 ROWS = {
     "plain": "as it is",
     "yarn:factor=4+yarntemperature:factor=4": "YaRN ×4",
