@@ -55,7 +55,7 @@ def find_commands():
                 yield pytest.param(shlex.split(line, comments=True), id=f"{path.stem}: {line.split('#')[0].strip()}")
 
 
-@pytest.mark.parametrize("words", find_commands())
+@pytest.mark.parametrize("words", list(find_commands()))
 def test_commands_and_options_exist(words):
     command = typer.main.get_command(app)
     while hasattr(command, "commands") and words:

@@ -74,7 +74,7 @@ def test_offloading_comes_after_extending(ids, expected):
     from accelerate import cpu_offload
 
     offloaded = cpu_offload(llama(), execution_device="cpu")
-    with pytest.raises(ValueError, match="has no data .* load the weights before extending"):
+    with pytest.raises(ValueError, match=r"has no data .* load the weights before extending"):
         ise.extend(offloaded, RECIPE)
     model = cpu_offload(ise.extend(llama(), RECIPE), execution_device="cpu")
     torch.testing.assert_close(model(ids).logits, expected)
