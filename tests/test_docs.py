@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isentrope.cli import app
-from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from tests.fixtures.documentation import stand_in
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,9 +34,7 @@ def name_page(path):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_snippets_run_alone(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for auto in (AutoTokenizer, AutoModelForCausalLM):  # the Llama that ships stands for every name on the hub
-        load = auto.from_pretrained
-        monkeypatch.setattr(auto, "from_pretrained", lambda name, load=load: load(str(SHIPPED_MODELS / "llama")))
+    stand_in(monkeypatch)
     exec(compile(BLOCKS[name], name, "exec"), {})
 
 

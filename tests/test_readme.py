@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isentrope.experiments.checkpoints import SHIPPED_MODELS
+from tests.fixtures.documentation import stand_in
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,9 +28,7 @@ def a_long_text(tmp_path, monkeypatch):
     """A folder with a text past the length of the Llama that ships, which stands for every name on the hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("def f(x):\n    return x\n" * 20)
-    for auto in (AutoTokenizer, AutoModelForCausalLM):
-        load = auto.from_pretrained
-        monkeypatch.setattr(auto, "from_pretrained", lambda name, load=load: load(str(SHIPPED_MODELS / "llama")))
+    stand_in(monkeypatch)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["extend", "attention"])
