@@ -11,8 +11,12 @@ pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "contract/test_matrix", "hf/test_streaming", "hf/test_smollm2", "hf/test_compile", "training/test_killed",
-    "core/test_compile", "contract/test_precision", "training/test_trainer", "analysis/test_inspect", "hf/test_stories",
+    "hf/test_compile", "hf/test_generation", "contract/test_matrix", "hf/test_batching", "calibration/test_calibrate",
+    "report/test_html", "core/test_compile", "calibration/test_near_and_far", "test_attention", "hf/test_streaming",
+    "hf/test_saving", "hf/test_sharing", "hf/test_families", "hf/test_smollm2", "test_properties",
+    "analysis/test_inspect", "hf/test_families_dense", "hf/test_stories", "cli/test_study", "cli/test_evaluate",
+    "evaluation/test_retrieval", "experiments/test_run", "test_scores", "training/test_causal",
+    "training/test_trainer", "training/test_killed",
 )  # fmt: skip
 
 # what torch says to itself while it compiles for a GPU

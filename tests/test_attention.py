@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from isentrope.dispatch import BACKENDS
 from tests.contract.matrix import CPU_BACKENDS
 from tests.fixtures.memory import Largest
 from tests.fixtures.recipes import TRAINABLE
+from tests.fixtures.turns import in_turns
 
 RECIPES = [
     "plain",
@@ -146,15 +148,21 @@ def test_one_step_of_decoding_is_plain_attention():
 
 
 @pytest.mark.filterwarnings("ignore:.*autograd.*should not be instantiated:DeprecationWarning")  # torch's own tracing
-@pytest.mark.parametrize(("grad", "entropy"), [(False, False), (True, True)])
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("padded", "backend"),
-    # padding is geometry, which is traced before AOTAutograd has its turn
-    [(False, "aot_eager"), (True, "eager"), pytest.param(True, "aot_eager", marks=pytest.mark.slow)],
+    ("recipe", "grad", "padded", "backend"),
+    [
+        # padding is geometry, which is traced before AOTAutograd has its turn
+        *in_turns(RECIPES, [(True, False, "aot_eager"), (False, True, "eager")]),
+        *in_turns(RECIPES, [(True, True, "eager"), (False, False, "aot_eager")]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(RECIPES, (False, True), (True,), ("aot_eager",))
+        ),
+    ],
 )
-def test_compiles_without_a_graph_break(recipe, grad, entropy, padded, backend):
+def test_compiles_without_a_graph_break(recipe, grad, padded, backend):
     torch._dynamo.reset()
+    entropy = grad
     lengths = torch.tensor([12, 7]) if padded else None
 
     def model(q, k, v):

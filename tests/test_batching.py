@@ -27,7 +27,7 @@ COUNTS = ["visible", "sequence", "position"]
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(6)
+@examples(4)
 @given(
     named(COUNTS),
     seeds,
@@ -72,7 +72,7 @@ def packings(draw, keys=20):
 
 
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(7)
+@examples(5)
 @given(named(COUNTS), seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(SMALL_MASKS)), st.booleans())
 def test_packed_documents_equal_separate_calls(position, count, seed, data, causal, backend, mask, padded):
     recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(4, count=count), SMALL_MASKS[mask])
@@ -97,7 +97,7 @@ GROWING = {name: p for name, p in SMALL_POSITIONS.items() if name not in BY_LENG
 
 
 @pytest.mark.parametrize("position", GROWING)
-@examples(6)
+@examples(4)
 @given(
     seeds,
     named(sorted(SMALL_TEMPERATURES)),

@@ -166,6 +166,7 @@ def test_little_text_moves_a_law_little(written):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(descent, "MAX_EVALUATIONS", 4)  # of each level
     whole = fit_laws(llama(**SMALL), texts(), CONFIG, tmp_path / "whole", notify=silent)
     real, count = descent.loss_and_gradient, 0
 
@@ -247,7 +248,7 @@ def test_held_out_text_decides_against_a_bad_fit(monkeypatch, written):
         return "converged"
 
     monkeypatch.setattr(study, "fit_law", bad)
-    actual = fit_laws(llama(**SMALL), written, CalibrationConfig(64), notify=silent)
+    actual = fit_laws(llama(**SMALL), written[:16], CalibrationConfig(64), notify=silent)
     assert actual.chosen in ("none", "infoscale", "logn", "power")
     assert actual.reason.startswith("no fitted law is clearly better than") and actual.reason.endswith("is kept")
     rows = {row["name"]: row["perplexity"][-1] for row in actual.data["candidates"]}
@@ -308,12 +309,12 @@ def test_times():
 
 def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     model, documents = str(SHIPPED_MODELS / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
-    lines = [json.dumps({"text": text[:600]}) for text in documents[:4]]
+    lines = [json.dumps({"text": text[:400]}) for text in documents[:4]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     out, saved = tmp_path / "out", tmp_path / "saved"
     arguments = ["calibrate", model, str(tmp_path / "texts.jsonl"), "--recipe", "rerope:window=128"]
     arguments += ["--levels", "scalar", "--out", str(out), "--save", str(saved), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--length", "512"])
+    done = CliRunner().invoke(app, [*arguments, "--length", "320"])
     assert done.exit_code == 0, done.output
     assert "fitted, one for all" in done.output
     assert sorted(path.name for path in out.iterdir()) == [
@@ -331,14 +332,14 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     held = [text["name"] for text in data["texts"] if text["part"] == "held-out"]
     losses = []
     for name in held:
-        ids = torch.tensor(tokenizer(json.loads(lines[int(name.rpartition(":")[2]) - 1])["text"])["input_ids"][:512])
+        ids = torch.tensor(tokenizer(json.loads(lines[int(name.rpartition(":")[2]) - 1])["text"])["input_ids"][:320])
         losses.append(token_losses(loaded, ids)[255:].double().mean())
         assert torch.equal(loaded(ids[None, :128]).logits, plain(ids[None, :128]).logits)
     assert chosen["perplexity"][-1] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-6)
 
-    refused = CliRunner().invoke(app, [*arguments, "--length", "512"])
+    refused = CliRunner().invoke(app, [*arguments, "--length", "320"])
     assert refused.exit_code == 2 and "save: expected a folder that is not there yet" in refused.output
-    other = CliRunner().invoke(app, [*arguments[:-4], "--device", "cpu", "--length", "500"])
+    other = CliRunner().invoke(app, [*arguments[:-4], "--device", "cpu", "--length", "300"])
     assert other.exit_code == 2 and "choose another folder" in other.output
 
 

@@ -82,7 +82,8 @@ def test_without_a_law_in_the_recipe_the_fit_starts_from_the_closed_one():
     torch.testing.assert_close(start.temperature.scale(n, 8), torch.ones(()))
 
 
-def test_all_levels_and_their_results(tmp_path):
+def test_all_levels_and_their_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(descent, "MAX_EVALUATIONS", 3)  # which levels there are, not how good they become
     actual = fit_laws(llama(**SMALL), texts(12), CalibrationConfig(64, "rerope:window=8"), tmp_path, "tiny")
     names = [row["name"] for row in actual.rows]
     assert names == ["none", "infoscale", "logn", "power", "closed", "scalar", "layer", "head", "near"]
@@ -133,13 +134,13 @@ def test_retrieval_changes_what_is_fitted(modules, tmp_path):
     assert all(400 < prompt.total <= 512 for prompt in passkeys.values())
 
     laws = make_laws("rerope:window=128", (256, 512), 2, 32)
-    rows = [torch.tensor(text.tokens) for text in modules[:2]]
-    hidden = [passkeys[text.sha256] for text in modules[:2]]
+    rows = [torch.tensor(text.tokens) for text in modules[:1]]
+    hidden = [passkeys[text.sha256] for text in modules[:1]]
     values = torch.tensor([[[0.75, 0.1]]], requires_grad=True)
     with laws.learn(model, values):
         alone = descent.loss_and_gradient(FitProblem(model, laws, rows, values.detach().numpy()), values)
         both = descent.loss_and_gradient(FitProblem(model, laws, rows, values.detach().numpy(), hidden), values)
-        answers = sum(descent.mean_answer_loss(model, prompt) for prompt in hidden) / 2
+        answers = sum(descent.mean_answer_loss(model, prompt) for prompt in hidden)
         slope = torch.autograd.grad(answers, values)[0].numpy()
     assert both.loss == alone.loss and both.retrieval == pytest.approx(answers.item(), rel=1e-5)
     np.testing.assert_allclose(both.gradient - alone.gradient, RETRIEVAL_WEIGHT * slope, rtol=1e-3, atol=1e-7)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import product
+from typing import NamedTuple
+
 import pytest
 
 import isentrope as ise
@@ -23,6 +27,7 @@ from tests.contract.matrix import (
     SHARES,
     TEMPERATURES,
     TOLERANCE,
+    Setting,
     build,
     difference,
     meaningless,
@@ -54,40 +59,122 @@ def test_every_method_is_in_the_matrix(kind, texts):
     assert not missing, f"add {missing} to {kind.upper()}S of tests/contract/matrix.py"
 
 
-def list_pairs(first, second, every):
-    """Pairs for one test each: all for `-m slow` as (…, True), and one in `every` of each row otherwise."""
-    turns = [(a, b, False) for i, a in enumerate(first) for j, b in enumerate(second) if (i + j // 2) % every == 0]
-    return turns + [pytest.param(a, b, True, marks=pytest.mark.slow) for a in first for b in second]
+class Case(NamedTuple):
+    """One comparison with the reference."""
+
+    mask: str
+    score: str
+    causal: bool
+    setting: Setting
+    backends: tuple[str, ...]
 
 
-@pytest.mark.parametrize(("position", "temperature", "whole"), list_pairs(POSITIONS, TEMPERATURES, 2))
-def test_backends_agree_with_reference(position, temperature, whole, monkeypatch):
-    """All masks × scores, and × causal by turns; for all pairs of position and temperature with `-m slow`.
+def list_calls(scores=SCORES):
+    """Masks × scores × causal; `None` for a score that is left to the turn."""
+    calls = product(MASKS, scores, CAUSAL)
+    return [call for call in calls if not meaningless("", "", call[0], call[1] or "", call[2])]
 
-    The setting moves on with every recipe, so that each part meets each. Backends take turns; with `-m slow` each
-    recipe runs on each.
+
+def list_turns(first, second, calls, every, shares):
+    """Cases of every pair of parts that has its turn: one pair in `every` of each row, with one call in `shares`.
+
+    The calls of a pair are those that the pairs beside it leave out, so that each part meets each call. Scores left to
+    the turn, settings and backends are those that both parts have met least.
     """
-    monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})  # several chunks even at these sizes
+    turns, met = {}, Counter()
+    for (i, a), (j, b) in product(enumerate(first), enumerate(second)):
+        if (i + j // 2) % every:
+            continue
+
+        def choose(options, a=a, b=b):
+            least = min(options, key=lambda option: met[0, a, option] + met[1, b, option])
+            met.update([(0, a, least), (1, b, least)])
+            return least
+
+        rank, cases = j % 2 + j // (2 * every) * 2 + i // every, []
+        for mask, score, causal in calls[-rank % shares :: shares]:
+            score, setting = choose(SCORES) if score is None else score, choose(SETTINGS)
+            # flex is dense and slow on a CPU: once for each part, and a ninth of the matrix
+            backends = (choose(TURNS),)
+            if not met[0, a, "flex"] or not met[1, b, "flex"] or (i + len(cases)) % 9 == 0:
+                backends += (choose(("flex",)),)
+            cases.append(Case(mask, score, causal, setting, backends))
+        turns[a, b] = cases
+    return turns
+
+
+def list_whole(first, second, calls):
+    """Every pair with every call on every backend; settings move on."""
+    whole, turn = {}, 0
+    for a, b in product(first, second):
+        cases = []
+        for mask, score, causal in calls:
+            turn += 1
+            backends = (*CPU_BACKENDS, "flex") if turn % 13 == 0 else CPU_BACKENDS
+            score = SCORES[turn // len(SETTINGS) % len(SCORES)] if score is None else score
+            cases.append(Case(mask, score, causal, SETTINGS[turn % len(SETTINGS)], backends))
+        whole[a, b] = cases
+    return whole
+
+
+CALLS, FAR_CALLS = list_calls(), list_calls((None,))
+PAIRS = list_turns(POSITIONS, TEMPERATURES, CALLS, 4, 4)
+FAR_PAIRS = list_turns(FAR_POSITIONS, FAR_LAWS, FAR_CALLS, 3, 2)
+
+
+def in_turn(pairs, first, second, calls):
+    """One test for each pair: in turns, and whole with `-m slow`."""
+    whole = list_whole(first, second, calls).items()
+    return [pytest.param(*pair, cases, id="-".join(pair)) for pair, cases in pairs.items()] + [
+        pytest.param(*pair, cases, marks=pytest.mark.slow, id="-".join((*pair, "whole"))) for pair, cases in whole
+    ]
+
+
+@pytest.mark.parametrize("parts", [POSITIONS, TEMPERATURES], ids=["positions", "temperatures"])
+def test_every_part_meets_every_call_setting_and_backend(parts):
+    for part in parts:
+        cases = [case for pair, cases in PAIRS.items() if pair[parts is TEMPERATURES] == part for case in cases]
+        assert {(case.mask, case.score, case.causal) for case in cases} == set(CALLS), part
+        assert {case.setting for case in cases} == set(SETTINGS), part
+        assert {backend for case in cases for backend in case.backends} == {*CPU_BACKENDS, "flex"}, part
+
+
+@pytest.mark.parametrize("parts", [FAR_POSITIONS, FAR_LAWS], ids=["positions", "laws"])
+def test_every_part_for_far_keys_meets_every_call_score_and_backend(parts):
+    for part in parts:
+        cases = [case for pair, cases in FAR_PAIRS.items() if pair[parts is FAR_LAWS] == part for case in cases]
+        assert {(case.mask, None, case.causal) for case in cases} == set(FAR_CALLS), part
+        assert {case.score for case in cases} == set(SCORES), part
+        assert {case.setting for case in cases} == set(SETTINGS), part
+        assert {backend for case in cases for backend in case.backends} >= set(CPU_BACKENDS), part
+
+
+@pytest.fixture
+def _several_chunks(monkeypatch):
+    """Even at these sizes."""
+    monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})
     monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
-    turn = POSITIONS.index(position) * 9 + TEMPERATURES.index(temperature) * 12
-    even = POSITIONS.index(position) + TEMPERATURES.index(temperature)
-    for mask in MASKS:
-        for score in SCORES:
-            for causal in CAUSAL:
-                if meaningless(position, temperature, mask, score, causal):
-                    continue
-                odd = (even + MASKS.index(mask) + SCORES.index(score) + causal) % 2
-                if odd and mask != "causal" and not whole:
-                    continue
-                turn += 1
-                setting = SETTINGS[turn % len(SETTINGS)]
-                recipe = build(position, temperature, mask, score, setting)
-                reference = run(recipe, setting, causal, "reference")
-                turns = [backend for backend in TURNS if takes(backend, recipe)]
-                for backend in dict.fromkeys(turns) if whole else (turns[turn % len(turns)],):
-                    check(recipe, setting, causal, backend, reference)
-                if turn % 13 == 0:  # dense and slow there: a thirteenth of the matrix, every part among it
-                    check(recipe, setting, causal, "flex", reference)
+
+
+@pytest.mark.usefixtures("_several_chunks")
+@pytest.mark.parametrize(("position", "temperature", "cases"), in_turn(PAIRS, POSITIONS, TEMPERATURES, CALLS))
+def test_backends_agree_with_reference(position, temperature, cases):
+    compare(position, temperature, cases)
+
+
+@pytest.mark.usefixtures("_several_chunks")
+@pytest.mark.parametrize(("position", "law", "cases"), in_turn(FAR_PAIRS, FAR_POSITIONS, FAR_LAWS, FAR_CALLS))
+def test_backends_agree_with_reference_on_near_and_far_keys(position, law, cases):
+    compare(position, law, cases)
+
+
+def compare(position, temperature, cases):
+    for mask, score, causal, setting, backends in cases:
+        recipe = build(position, temperature, mask, score, setting)
+        reference = run(recipe, setting, causal, "reference")
+        for backend in backends:
+            if takes(backend, recipe):
+                check(recipe, setting, causal, backend, reference)
 
 
 def check(recipe, setting, causal, backend, reference):
@@ -97,36 +184,17 @@ def check(recipe, setting, causal, backend, reference):
     assert not worst, f"{recipe} causal={causal} {setting} on {backend}: {worst}"
 
 
-@pytest.mark.parametrize(("position", "law", "whole"), list_pairs(FAR_POSITIONS, FAR_LAWS, 3))
-def test_backends_agree_with_reference_on_near_and_far_keys(position, law, whole, monkeypatch):
-    """Masks × causal, with scores, settings and backends by turns; all pairs of position and law with `-m slow`."""
-    monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})
-    monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
-    turn = FAR_POSITIONS.index(position) * 5 + FAR_LAWS.index(law) * 3
-    for mask in MASKS:
-        for causal in CAUSAL:
-            if meaningless(position, law, mask, "", causal):
-                continue
-            turn += 1
-            setting = SETTINGS[turn % len(SETTINGS)]
-            recipe = build(position, law, mask, SCORES[turn // len(SETTINGS) % len(SCORES)], setting)
-            reference = run(recipe, setting, causal, "reference")
-            turns = [backend for backend in TURNS if takes(backend, recipe)]
-            check(recipe, setting, causal, turns[turn % len(turns)], reference)
-
-
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize(
     ("position", "law"), [("rope", ONE_LAW), ("rerope:window=8", PAIR_AND_SHARE), ("alibi", ONE_LAW)]
 )
-def test_every_setting(position, law, setting):
-    """Each setting with a one-branch, a several-branch and a biased method, on all backends."""
-    for mask in MASKS:
-        for causal in CAUSAL:
-            if meaningless(position, "", mask, "", causal):
-                continue
-            recipe = build(position, law, mask, "", setting)
-            reference = run(recipe, setting, causal, "reference")
-            flex = ("flex",) if (MASKS.index(mask) + causal) % 2 else ()  # the slowest: every mask once
-            for backend in (*CPU_BACKENDS, *flex):
-                check(recipe, setting, causal, backend, reference)
+def test_every_setting(position, law, setting, whole):
+    """Each setting with a one-branch, a several-branch and a biased method, on each backend."""
+    turn = SETTINGS.index(setting)
+    for mask, _, causal in FAR_CALLS:
+        turn += 1
+        backends = (*CPU_BACKENDS, "flex") if whole else (CPU_BACKENDS[turn % len(CPU_BACKENDS)],)
+        compare(position, law, [Case(mask, "", causal, setting, backends)])
+    if not whole:
+        compare(position, law, [Case(MASKS[SETTINGS.index(setting) % len(MASKS)], "", True, setting, ("flex",))])

@@ -38,7 +38,7 @@ def operand(batch, heads, n, transposed, grad):
 def test_any_mixture_of_shapes_folds():
     """Batches, heads, lengths, one-token steps, memory orders and gradients in one process, in a bad order."""
     booleans = (False, True)
-    for n, batch, heads, transposed, grad in product((7, 1, 12, 33), (1, 2, 3), (4, 1, 6), booleans, booleans):
+    for n, batch, heads, transposed, grad in product((7, 1, 33), (1, 3), (4, 1, 6), booleans, booleans):
         x = operand(batch, heads, n, transposed, grad)
         turn = torch.rand(1, 1, n, 4), torch.rand(1, 1, n, 4)
         tau = torch.rand(1, 1, n)
@@ -72,14 +72,16 @@ def test_a_sweep_of_lengths_takes_two_compilations():
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        ("rope+infoscale:train_length=8", "sdpa"),
+        pytest.param("rope+infoscale:train_length=8", "sdpa", marks=pytest.mark.slow),
         ("rope+infoscale:train_length=8", "flex"),
         ("rope:layout=interleaved+ssmax:heads=4+cosine:alpha=16", "chunked"),
         ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "sdpa"),
-        ("rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "flex"),
-        ("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa"),
+        pytest.param(
+            "rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "flex", marks=pytest.mark.slow
+        ),
+        pytest.param("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa", marks=pytest.mark.slow),
         ("dualchunk:chunk=6,local=2", "sdpa"),
-        ("alibi+window:size=9", "chunked"),
+        pytest.param("alibi+window:size=9", "chunked", marks=pytest.mark.slow),
         ("alibi+window:size=9", "flex"),
     ],
 )

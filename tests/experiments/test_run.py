@@ -328,6 +328,20 @@ def test_a_training_that_another_process_is_at_comes_last(plan, corpus, tmp_path
     assert said == [f"training {name}" for name in names]
 
 
+def test_what_is_measured_needs_no_training(plan, corpus, done, tmp_path, monkeypatch):
+    """Cells alone come back from another machine: they and the plan are enough."""
+    shutil.copytree(done / "cells", tmp_path / "cells")
+    monkeypatch.setattr(checkpoints, "train", lambda *others: pytest.fail("trains again"))
+    run_plan(override_plan(plan, "16,64", None, None), tmp_path, corpus, lambda words: None)
+    assert rows(tmp_path) == [row for row in rows(done) if row["length"] != 4000]
+    monkeypatch.undo()
+    (tmp_path / "cells" / f"{rows(tmp_path)[-1]['key']}.json").unlink()
+    said = []
+    run_plan(override_plan(plan, "16,64", None, None), tmp_path, corpus, said.append)
+    last = rows(tmp_path)[-1]
+    assert said == ["training base, seed 0", f"training {last['checkpoint']}, seed {last['seed']}"]
+
+
 def test_what_has_no_seed_is_trained_by_one_process_whatever_seeds_they_are_at(plan, corpus, tmp_path, monkeypatch):
     at_once, lock = [], threading.Lock()
 

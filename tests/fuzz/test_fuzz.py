@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import attention, recipes
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_mutated_recipes_are_refused_or_right(seed):
     counts = Counter(recipes.check(mutant) for mutant in recipes.mutants(seed, 100))
     assert counts["refused"] > 50 and counts["right"] > 3
@@ -20,7 +20,7 @@ def test_mutants_are_the_same_for_the_same_seed():
     assert first == again
 
 
-@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_attention_is_right_on_every_backend(first):
     counts: Counter[str] = Counter()
     for seed in range(first, first + 20):

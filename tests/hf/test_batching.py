@@ -27,6 +27,7 @@ from tests.fixtures.generation import (
     whole,
 )
 from tests.fixtures.models import TRAINED, llama, tokens
+from tests.fixtures.turns import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
@@ -37,7 +38,7 @@ def test_prefill_is_chunked_prefill_is_token_by_token(recipe):
     expected = whole(model, ids)
     assert (expected - whole(llama().double(), ids)).abs().max() > 1e-2  # the recipe does something here
     first = shortest(recipe)
-    for sizes in ([first, 1, 73 - first, 2, 20, 14], [first] + [1] * (LENGTH - first)):
+    for sizes in ([first, 1, 73 - first, 2, 20, 14], [first, *[1] * 28, 82 - first]):
         assert_close(in_chunks(model, ids, sizes), expected, **EXACT)
 
 
@@ -53,7 +54,7 @@ def test_from_the_first_token_on(recipe):
 def test_a_static_cache_gives_the_same(recipe):
     """Its keys run past the last token, and the rest of them must count for nothing."""
     model, ids = extended(recipe), tokens(2, 95)
-    sizes = [shortest(recipe), 3, 80 - shortest(recipe), *[1] * 12]
+    sizes = [shortest(recipe), 3, 86 - shortest(recipe), *[1] * 6]
     static = StaticCache(config=model.config, max_cache_len=LENGTH)
     assert_close(in_chunks(model, ids, sizes, static), in_chunks(model, ids, sizes), **EXACT)
 
@@ -106,9 +107,8 @@ def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static)
 # batches
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["", "position_ids"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize(("recipe", "given"), in_turns(STEADY + BY_LENGTH, (False, True)))
 def test_a_padded_batch_is_each_row_alone(recipe, side, given):
     model, rows = extended(recipe), rows_of(LENGTH, shortest(recipe), 97)
     ids, mask, positions = padded(rows, side)
@@ -131,10 +131,9 @@ def test_short_rows_in_a_long_batch(recipe):
                 assert_close(of_row[kept], whole(model, row[None])[0], **ROUNDED)
 
 
-@pytest.mark.parametrize(("static", "given"), [(False, True), (True, False)])
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize(("recipe", "static", "given"), in_turns(STEADY + BY_LENGTH, [(False, True), (True, False)]))
 def test_a_left_padded_batch_decodes_as_each_row_alone(recipe, static, given):
-    model, rows, new = extended(recipe), rows_of(80, shortest(recipe), 76), 8
+    model, rows, new = extended(recipe), rows_of(80, shortest(recipe), 76), 5
     ids, mask, positions = padded(rows, "left")
     width = ids.shape[1]
     more = tokens(3, new, seed=5)

@@ -23,11 +23,16 @@ RECIPES = [
     "window:size=24",
     "yarn:factor=4",
 ]
-# AOTAutograd takes as long as the tracing before it: for a recipe of one branch and one of two; with `-m slow` for all
-BACKENDS = [(recipe, "aot_eager" if recipe in RECIPES[1::2][:2] else "eager") for recipe in RECIPES]
-BACKENDS += [pytest.param(recipe, "aot_eager", marks=pytest.mark.slow) for recipe, how in BACKENDS if how == "eager"]
-BACKENDS += [pytest.param("lampe:window=8,tail=0", "eager", marks=pytest.mark.slow)]
-BACKENDS += [pytest.param("dpe:window=32,scales=(1,2,8)", "eager", marks=pytest.mark.slow)]
+SLOW_RECIPES = ["lampe:window=8,tail=0", "dpe:window=32,scales=(1,2,8)"]
+
+
+def choose(eager, aot_eager):
+    """Recipes to trace, and those to run AOTAutograd on too, which takes as long; with `-m slow` all of them."""
+    cases = [(recipe, "eager") for recipe in eager] + [(recipe, "aot_eager") for recipe in aot_eager]
+    rest = [(recipe, "aot_eager") for recipe in RECIPES] + [(recipe, "eager") for recipe in SLOW_RECIPES]
+    return cases + [pytest.param(*case, marks=pytest.mark.slow) for case in rest if case not in cases]
+
+
 CLOSE = {"atol": 1e-4, "rtol": 1e-5}  # fp32 in another order; logits reach 7
 
 
@@ -50,9 +55,9 @@ def compiled(model, backend="aot_eager"):
     return torch.compile(model, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize(("recipe", "backend"), BACKENDS)
+@pytest.mark.parametrize(("recipe", "backend"), choose(["infoscale", *RECIPES[3::2]], [NEAR_AND_FAR]))
 def test_a_forward_pass_is_one_graph(recipe, backend):
-    model, ids = extended(recipe, layers=2 if recipe == RECIPES[1] else 1), tokens(2, 100)
+    model, ids = extended(recipe, layers=2 if recipe == RECIPES[-1] else 1), tokens(2, 100)
     fast, counter = compiled(model, backend)
     with torch.no_grad():
         for batch in (ids, tokens(2, 100, seed=1)):
@@ -60,7 +65,7 @@ def test_a_forward_pass_is_one_graph(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES[:2], RECIPES[3]])
+@pytest.mark.parametrize("recipe", [pytest.param("infoscale", marks=pytest.mark.slow), NEAR_AND_FAR, RECIPES[3]])
 def test_padding_and_gradients(recipe):
     model, ids, mask = extended(recipe), tokens(3, 90), torch.ones(3, 90, dtype=torch.int64)
     mask[1, :30], mask[2, 70:] = 0, 0
@@ -77,7 +82,7 @@ def test_padding_and_gradients(recipe):
         assert_close(ours, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(("recipe", "backend"), BACKENDS)
+@pytest.mark.parametrize(("recipe", "backend"), choose([*RECIPES[1:3], "window:size=24"], ["infoscale"]))
 def test_decoding_compiles_once(recipe, backend):
     """Through the window and the training length, with a cache of fixed size."""
     model, ids = extended(recipe), tokens(2, 75)
@@ -94,7 +99,7 @@ def test_decoding_compiles_once(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", ["infoscale", NEAR_AND_FAR])
+@pytest.mark.parametrize("recipe", [pytest.param("infoscale", marks=pytest.mark.slow), NEAR_AND_FAR])
 def test_generate_compiles_with_a_static_cache(recipe):
     """As it does by itself on a GPU; the rows have different lengths."""
     model, ids = extended(recipe), tokens(2, 50)
@@ -123,7 +128,7 @@ def test_positions_that_jump_are_not_taken_for_others():
     model, ids = extended("rerope:window=32"), tokens(1, 60)
     positions = torch.cat((torch.arange(30), torch.arange(100, 130)))[None]
     options = {"attention_mask": torch.ones_like(ids), "use_cache": False}
-    fast, _ = compiled(model)
+    fast, _ = compiled(model, "eager")
     with torch.no_grad():
         fast(ids, position_ids=torch.arange(60)[None], **options)
         with pytest.raises(RuntimeError, match="position_ids"):

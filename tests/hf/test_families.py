@@ -25,11 +25,11 @@ from tests.fixtures.families import (
     unchanged,
 )
 from tests.fixtures.models import TRAINED, tokens
+from tests.fixtures.turns import in_turns
 
 
-@pytest.mark.parametrize("length", [40, TRAINED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "length"), in_turns(FAMILIES, (40, TRAINED)))
 def test_idle_recipe_is_bit_identical(name, dtype, length):
     family = FAMILIES[name]
     model = family.model(dtype=dtype)

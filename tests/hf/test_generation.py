@@ -77,12 +77,12 @@ def test_sampling_with_a_seed(recipe):
 
 @pytest.mark.parametrize("recipe", SOME + BY_LENGTH)
 def test_a_left_padded_batch_generates_as_each_row_alone(recipe):
-    model, rows = extended(recipe), rows_of(60, 22, 50)
+    model, rows, new = extended(recipe), rows_of(60, 22, 50), 12
     ids, mask, _ = padded(rows, "left")
-    batch = greedy(model, ids, attention_mask=mask)
-    assert torch.equal(greedy(model, ids, attention_mask=mask, cache_implementation="static"), batch)
+    batch = greedy(model, ids, new, attention_mask=mask)
+    assert torch.equal(greedy(model, ids, new, attention_mask=mask, cache_implementation="static"), batch)
     for row, of_row in zip(rows, batch, strict=True):
-        assert torch.equal(of_row[ids.shape[1] - len(row) :], greedy(model, row[None])[0])
+        assert torch.equal(of_row[ids.shape[1] - len(row) :], greedy(model, row[None], new)[0])
 
 
 @pytest.mark.parametrize("recipe", ["infoscale", "yarn:factor=4", "rerope:window=32+infoscale:train_length=64"])
@@ -141,23 +141,23 @@ def test_a_conversation_goes_on_from_its_cache(recipe):
     ],
 )
 def test_sliding_caches_give_what_no_cache_gives(make, recipe):
-    model, ids = extended(recipe, make()), tokens(2, 90)
+    model, ids = extended(recipe, make()), tokens(2, 75)
     expected = whole(model, ids)
     plain = whole(make().double(), ids)
     assert (expected - plain).abs().max() > 1e-3  # the recipe does something here
-    for sizes in ([25, 30, 1, 5, *[1] * 29], [*[1] * 50, 40]):
+    for sizes in ([25, 30, 1, 5, *[1] * 14], [*[1] * 45, 30]):
         assert_close(in_chunks(model, ids, sizes), expected, **ROUNDED)
         static = StaticCache(config=model.config, max_cache_len=120)
         assert_close(in_chunks(model, ids, sizes, static), expected, **ROUNDED)
     dynamic = DynamicCache(config=model.config)
-    in_chunks(model, ids, [90], dynamic)
+    in_chunks(model, ids, [75], dynamic)
     assert dynamic.layers[0].keys.shape[2] < 40  # it did let go
 
 
 @pytest.mark.parametrize("make", [mistral, gemma])
 def test_sliding_caches_of_padded_batches(make):
     model = extended("rerope:window=16+infoscale:train_length=20", make())
-    rows, new = rows_of(60, 15, 44), 20
+    rows, new = rows_of(60, 15, 34), 12
     ids, mask, _ = padded(rows, "left")
     for cache in (None, "static"):
         batch = greedy(model, ids, attention_mask=mask, new=new, cache_implementation=cache)
@@ -263,16 +263,19 @@ def test_inference_mode_and_then_training(recipe):
 
 @pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
 def test_autocast(recipe):
-    """As a plain model under autocast: half the digits, and neither an error nor another result."""
-    model, ids = extended(recipe).float(), tokens(2, 90)
+    """As a plain model under autocast: half the digits, and neither an error nor another result.
+
+    One short row: where a processor has no such numbers, it takes a hundred times as long.
+    """
+    model, ids = extended(recipe).float(), tokens(1, 75)
     exact, plain = whole(model, ids), whole(llama(), ids)
     with torch.autocast("cpu", torch.bfloat16):
         rounded, plain_rounded = whole(model, ids), whole(llama(), ids)
-        steps = in_chunks(model, ids, [40, 35, *[1] * 15])
-        made = greedy(model, ids[:, :60], new=10)
+        steps = in_chunks(model, ids, [40, 31, *[1] * 4])
+        made = greedy(model, ids[:, :60], new=3)
         loss = model(ids, labels=ids).loss
     loss.backward()
-    assert rounded.dtype == plain_rounded.dtype and made.shape == (2, 70)
+    assert rounded.dtype == plain_rounded.dtype and made.shape == (1, 63)
     allowed = 2 * (plain_rounded.float() - plain).std()
     assert (rounded.float() - exact).std() < allowed
     if recipe in STEADY:

@@ -85,7 +85,14 @@ def test_the_training_length_comes_from_the_config(model):
     assert tau[0] == tau[1] == (1.0,) and tau[2][0] > 1  # 1024, 4096, 16384
 
 
-@pytest.mark.parametrize("recipe", [SHORT[2], SHORT[5], *SCALED])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        SHORT[2],
+        *SCALED[::3],
+        *(pytest.param(text, marks=pytest.mark.slow) for text in (SHORT[5], *SCALED[1:3], "clex")),
+    ],
+)
 def test_generation_is_sensible(model, tokenizer, prompt, recipe):
     with ise.extended(model, recipe):
         ids = model.generate(prompt, max_new_tokens=4, do_sample=False)

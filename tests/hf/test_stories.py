@@ -35,7 +35,7 @@ def stories(model):
     return torch.cat([row[row != EOS] for row in actual])[:2048]
 
 
-def perplexities(model, text, recipe=None, edges=(64, 256, 512, 1024, 2048)):
+def perplexities(model, text, recipe=None, edges=(64, 256, 512, 1024)):
     if recipe is None:
         losses = token_losses(model, text)
     else:
@@ -44,14 +44,16 @@ def perplexities(model, text, recipe=None, edges=(64, 256, 512, 1024, 2048)):
     return [exp(losses[a - 1 : b - 1].mean()) for a, b in pairwise(edges)]
 
 
-def test_the_order_of_methods_at_eight_times_the_training_length(model, stories):
+@pytest.mark.parametrize("length", [1024, pytest.param(2048, marks=pytest.mark.slow)])
+def test_the_order_of_methods_past_the_training_length(model, stories, length):
     assert len(stories) == 2048
-    plain = perplexities(model, stories)
-    tempered = perplexities(model, stories, "infoscale")
-    yarn = perplexities(model, stories, "yarn:factor=16")
-    rerope = perplexities(model, stories, "rerope:window=128")
-    both = perplexities(model, stories, "rerope:window=128+infoscale")
-    window = perplexities(model, stories, "window:size=256")
+    edges, text = (64, 256, length // 2, length), stories[:length]
+    plain = perplexities(model, text, edges=edges)
+    tempered = perplexities(model, text, "infoscale", edges)
+    yarn = perplexities(model, text, "yarn:factor=16", edges)
+    rerope = perplexities(model, text, "rerope:window=128", edges)
+    both = perplexities(model, text, "rerope:window=128+infoscale", edges)
+    window = perplexities(model, text, "window:size=256", edges)
     inside = plain[0]
     assert plain[-1] > 20 * inside  # the plain model cannot read at all
     assert tempered[-1] > 20 * inside  # a temperature alone does not repair angles the model has never seen

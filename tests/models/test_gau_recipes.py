@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM
 import isentrope as ise
 import isentrope.models as models
 from tests.fixtures.gau import model, tokens
+from tests.fixtures.turns import in_turns
 
 
 def test_a_recipe_as_text_takes_the_rest_from_the_model():
@@ -117,21 +118,20 @@ class HostCopies(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("pose", [False, True])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "rope",
-        "cosine:alpha=16",
-        "pi:factor=4",
-        "ntk:factor=4",
-        "yarn:factor=16",
-        "alibi",
-        "clex:max_factor=3",
-        "rerope:window=8",
-        "rerope:window=8+power:keys=far+share",
-    ],
+STEPS = (
+    "rope",
+    "cosine:alpha=16",
+    "pi:factor=4",
+    "ntk:factor=4",
+    "yarn:factor=16",
+    "alibi",
+    "clex:max_factor=3",
+    "rerope:window=8",
+    "rerope:window=8+power:keys=far+share",
 )
+
+
+@pytest.mark.parametrize(("recipe", "pose"), in_turns(STEPS, (False, True)))
 def test_a_training_step_waits_for_nothing_of_the_host(recipe, pose):
     """A step is captured as a graph after a few like it: from then on nothing may come from the host but its batch."""
     gau = model(recipe=recipe, max_position_embeddings=16).float().to("meta").train()

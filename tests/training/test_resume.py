@@ -7,9 +7,11 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from isentrope.data.prepared import PreparedCorpus
+from isentrope.report.repeats import compare_weights
 from isentrope.training.builders import build_batches
 from isentrope.training.checkpoint import read_log
 from isentrope.training.trainer import Diverged, Interrupted, train
@@ -109,3 +111,20 @@ def test_handlers_of_signals_are_put_back(corpus, tmp_path, monkeypatch):
     with pytest.raises(Interrupted, match="SIGINT at step 2"):
         train(corpus, TINY, tmp_path)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_run_repeats_bit_for_bit_and_its_log_says_so(corpus, done, tmp_path):
+    """Hashes and `deterministic` are for comparing runs: on a CPU neither changes a weight."""
+    runs = [tmp_path / "one", tmp_path / "other", tmp_path / "third"]
+    for run, seed in zip(runs, (0, 0, 1), strict=True):
+        train(corpus, replace(TINY, hash_every=3, deterministic=True, seed=seed), run)
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert_same_weights(runs[0], done)
+    hashed = [row["step"] for row in read_log(runs[0] / "log.jsonl") if "weights" in row]
+    assert hashed == [3, 6, 9, 12]
+    same, other = compare_weights(runs)
+    assert same.endswith("the same weights, bit for bit, up to step 12")
+    assert other.endswith("the weights differ at step 3, and are equal up to step 0")
+    assert compare_weights([runs[0], done]) == []
+    with pytest.raises(ValueError, match="deterministic differ"):
+        train(corpus, replace(TINY, hash_every=3), runs[0])

@@ -6,6 +6,7 @@ from isentrope.cli import (
     data,
     demo,
     evaluate,
+    explore,
     far_laws,
     inspect,
     laws,
@@ -18,6 +19,6 @@ from isentrope.cli import (
 from isentrope.cli.common import app
 
 __all__ = [
-    "app", "calibrate", "compare", "data", "demo", "evaluate", "far_laws", "inspect", "laws", "perplexity",
+    "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
     "report", "retrieval", "study", "train",
 ]  # fmt: skip

@@ -73,6 +73,7 @@ def run_masked_plan(
     from isentrope.experiments.runner import run_plan
     from isentrope.report.figures.plan_curves import draw_curves
     from isentrope.report.html.page import write_page
+    from isentrope.report.study import draw_study
     from isentrope.report.tables.plan_tables import render_terminal, write_tables
     from isentrope.training.trainer import Interrupted, is_main_process
 
@@ -85,6 +86,7 @@ def run_masked_plan(
     if is_main_process() and not is_helper:
         folder = out / plan.name
         draw_curves(folder)
+        draw_study(folder)
         write_tables(folder)
         Console().print(render_terminal(folder))
         typer.echo(write_page(folder))

@@ -144,6 +144,27 @@ def status(
     )
 
 
+@study.command("join")
+@errors_in_one_line()
+def join(
+    folders: Annotated[list[Path], typer.Argument(help="Results of one plan, each of other seeds.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results of all; its name becomes the plan's.")],
+) -> None:
+    """Join results of one plan that were measured apart, on other days or machines, and write their figures and page.
+
+    isentrope study join first/study second/study --out results/study
+    """
+    from isentrope.experiments.joining import join_results
+    from isentrope.report.figures.plan_curves import draw_curves
+    from isentrope.report.html.page import write_report
+    from isentrope.report.study import draw_study
+
+    join_results(folders, out)
+    figures = [*draw_curves(out), *draw_study(out)]
+    written = write_report(out)
+    print_paths([*figures, *(file for plan in written["plans"] for file in plan["files"]), written["report"]])
+
+
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(

@@ -43,11 +43,17 @@ def train(
     precision: Annotated[str | None, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Micro-batches per batch (gradient accumulation).")] = None,
     compile: Annotated[bool | None, typer.Option(help="Compile the step; by default for long runs on a GPU.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Give the same bits again on a GPU too, which takes longer.")
+    ] = False,
     save_every: Annotated[
         int | None, typer.Option(help="Steps between saved states; once a minute by default.")
     ] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Steps between validation losses; a twentieth of the run by default.")
+    ] = None,
+    hash_every: Annotated[
+        int | None, typer.Option(help="Steps between hashes of the weights in the log; 'losses' compares them.")
     ] = None,
     track: Annotated[list[str], typer.Option(help="tensorboard or wandb; repeat for both.")] = ["tensorboard"],  # noqa: B006
 ) -> None:
@@ -69,7 +75,7 @@ def train(
         preset, variant, cosscale, model=model, recipe=recipe, pose=pose, length=length, batch=batch, steps=steps,
         epochs=epochs, rate=rate, crop=crop, dropout=dropout, layers=layers, sizes=parse_sizes(sizes), seed=seed,
         precision=precision, accumulate=accumulate, compile=compile, save_every=save_every,
-        evaluate_every=evaluate_every,
+        evaluate_every=evaluate_every, deterministic=deterministic, hash_every=hash_every,
     )  # fmt: skip
     disable_progress_bars()
     try:
@@ -92,11 +98,16 @@ def losses(
     runs: Annotated[list[Path], typer.Argument(help="Folders that 'isentrope train' wrote.")],
     out: Annotated[Path, typer.Option(help="Path of the figure, without suffix.")] = Path("results/losses"),
 ) -> None:
-    """Draw the training losses of several runs in one figure.
+    """Draw the training losses of several runs in one figure, and say from which step on their weights differ.
+
+    Weights are compared where the runs were trained with --hash-every.
 
     isentrope losses runs/base runs/cosine --out results/losses
     """
     from isentrope.report.figures.losses import draw_losses
+    from isentrope.report.repeats import compare_weights
 
+    for line in compare_weights(runs):
+        typer.echo(line)
     out.parent.mkdir(parents=True, exist_ok=True)
     print_paths(draw_losses(runs, out))

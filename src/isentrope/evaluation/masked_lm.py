@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.data.prepared import Documents
@@ -87,30 +88,37 @@ def score_documents(
         mask_token: id of the token put in place of a masked one.
         protocol: what is masked.
     """
+    chosen = [i for i in range(len(hashes)) if documents.lengths[i] >= length]
+    if not chosen:
+        return []
+    device = model.device
+    drawn = [protocol.draw_positions(length, hashes[i]) for i in chosen]
+    owners = torch.arange(len(chosen)).repeat_interleave(torch.tensor([len(rows) for rows in drawn]))
+    masked = torch.from_numpy(np.concatenate(drawn))
+    texts = torch.from_numpy(np.stack([documents[i][:length] for i in chosen]).astype(np.int64))
+    # rows of several documents share a forward pass: one alone leaves a GPU idle
+    rows = max(1, min(protocol.batch, MAX_TOKENS_PER_FORWARD.get(device.type, 1 << 13) // length))
+    losses, hits = [], []
+    with torch.inference_mode():
+        for owner, at in zip(owners.split(rows), masked.split(rows), strict=True):
+            loss, hit = _score_rows(model, texts[owner].to(device), at.to(device), mask_token)
+            losses.append(loss)
+            hits.append(hit)
+    loss, hit = torch.cat(losses).cpu(), torch.cat(hits).cpu()
+    totals = torch.zeros(len(chosen), dtype=torch.float64).index_add_(0, owners, loss)
+    right = torch.zeros(len(chosen), dtype=torch.int64).index_add_(0, owners, hit)
     return [
-        _score(model, documents[i], sha256, length, mask_token, protocol)
-        for i, sha256 in enumerate(hashes)
-        if documents.lengths[i] >= length
+        DocumentScore(hashes[i], positions.size, total, count)
+        for i, positions, total, count in zip(chosen, drawn, totals.tolist(), right.tolist(), strict=True)
     ]
 
 
-def _score(
-    model: Any, tokens: NDArray[np.int32], sha256: str, length: int, mask_token: int, protocol: MaskingProtocol
-) -> DocumentScore:
-    device = model.device
-    text = torch.from_numpy(tokens[:length].astype(np.int64)).to(device)
-    hidden = torch.from_numpy(protocol.draw_positions(length, sha256)).to(device)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    hits = torch.zeros((), dtype=torch.int64, device=device)
-    rows = max(1, min(protocol.batch, MAX_TOKENS_PER_FORWARD.get(device.type, 1 << 13) // length))
-    with torch.inference_mode():
-        for at in hidden.split(rows):
-            ids = text.repeat(len(at), 1).scatter_(1, at, mask_token)
-            logits = model(input_ids=ids, at=at).logits.flatten(0, 1).float()
-            labels = text[at].flatten()
-            loss += F.cross_entropy(logits, labels, reduction="sum")
-            hits += (logits.argmax(-1) == labels).sum()
-    return DocumentScore(sha256, hidden.numel(), loss.item(), int(hits))
+def _score_rows(model: Any, text: Tensor, at: Tensor, mask_token: int) -> tuple[Tensor, Tensor]:
+    """Return the summed loss in fp64 and the hits of each row, masked at its positions `at` (rows, positions)."""
+    labels = text.gather(1, at)
+    logits = model(input_ids=text.scatter(1, at, mask_token), at=at).logits.float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    return losses.double().sum(1), (logits.argmax(-1) == labels).sum(1)
 
 
 def summarize_scores(scores: Sequence[DocumentScore], seed: int = 0) -> dict[str, float]:

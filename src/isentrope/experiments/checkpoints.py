@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from isentrope.experiments.masked_plan import Checkpoint, MaskedPlan
 from isentrope.models import GAUAlphaConfig
 from isentrope.pretrained import check_same_tokens, check_tensors, read_config_as, read_tokenizer
 from isentrope.training.checkpoint import read_log
-from isentrope.training.config import NON_IDENTITY_FIELDS, build_config
+from isentrope.training.config import build_config
 from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields
 from isentrope.utils.shipped import SHIPPED_MODELS as SHIPPED_MODELS
@@ -49,8 +49,25 @@ class TrainedCheckpoint:
 Trained = dict[tuple[str, int], TrainedCheckpoint]  # by name and seed
 
 
+def identify_checkpoints(plan: MaskedPlan, corpus: PreparedCorpus, out: Path) -> Trained:
+    """Return every checkpoint of the plan for every seed as it is once trained, and train none.
+
+    Args:
+        plan: The plan.
+        corpus: What to train on.
+        out: The folder that plans share.
+    """
+    every = {(name, seed) for name in plan.checkpoints for seed in plan.seeds}
+    return prepare_checkpoints(plan, corpus, out, lambda line: None, skip=every)
+
+
 def prepare_checkpoints(
-    plan: MaskedPlan, corpus: PreparedCorpus, out: Path, notify: Callable[[str], None], compile: bool | None = None
+    plan: MaskedPlan,
+    corpus: PreparedCorpus,
+    out: Path,
+    notify: Callable[[str], None],
+    compile: bool | None = None,
+    skip: Collection[tuple[str, int]] = (),
 ) -> Trained:
     """Return every checkpoint of the plan for every seed, training those that are missing.
 
@@ -62,6 +79,7 @@ def prepare_checkpoints(
         out: The folder that plans share.
         notify: Receives a message for each training.
         compile: Whether trainings are compiled; None compiles long ones on a GPU.
+        skip: Names and seeds of checkpoints that are not trained.
     """
     builder = _CheckpointBuilder(corpus, out, notify, compile)
     trained: Trained = {}
@@ -75,11 +93,11 @@ def prepare_checkpoints(
             if start in plan.checkpoints and (start, seed) not in trained:
                 continue
             # named by the seed it is trained with, as plans of other seeds may share it
-            name = f"{spec.name}-{seed if spec.seeded else 0}"
-            with lock_file(out / "locks" / name, wait) if alone else nullcontext(True) as locked:
+            name, trains = f"{spec.name}-{seed if spec.seeded else 0}", (spec.name, seed) not in skip
+            with lock_file(out / "locks" / name, wait) if alone and trains else nullcontext(True) as locked:
                 if not locked:
                     continue
-                model = builder.build(spec, seed, trained.get((str(start), seed)))
+                model = builder.build(spec, seed, trained.get((str(start), seed)), trains)
             remaining.remove((spec, seed))
             wait = False
             for other in (seed, *(plan.seeds if len(plan.seeds_of(spec.name)) == 1 else ())):
@@ -95,8 +113,8 @@ class _CheckpointBuilder:
     notify: Callable[[str], None]
     compile: bool | None
 
-    def build(self, spec: Checkpoint, seed: int, start: TrainedCheckpoint | None) -> TrainedCheckpoint:
-        return self._find(spec, seed) if spec.train is None else self._train(spec, spec.train, seed, start)
+    def build(self, spec: Checkpoint, seed: int, start: TrainedCheckpoint | None, trains: bool) -> TrainedCheckpoint:
+        return self._find(spec, seed) if spec.train is None else self._train(spec, seed, start, trains)
 
     def _find(self, spec: Checkpoint, seed: int) -> TrainedCheckpoint:
         folder = find_shipped_model(spec.shipped) if spec.shipped else Path(str(spec.path))
@@ -111,10 +129,8 @@ class _CheckpointBuilder:
         identity = content.hexdigest()[:16]
         return TrainedCheckpoint(spec.name, seed, folder, identity, identity)
 
-    def _train(
-        self, spec: Checkpoint, options: dict[str, Any], seed: int, start: TrainedCheckpoint | None
-    ) -> TrainedCheckpoint:
-        options = dict(options)
+    def _train(self, spec: Checkpoint, seed: int, start: TrainedCheckpoint | None, trains: bool) -> TrainedCheckpoint:
+        options = dict(spec.train or {})
         if start is not None:
             if start.failure:
                 identity = f"without {start.identity}"
@@ -123,12 +139,13 @@ class _CheckpointBuilder:
         options |= {"seed": seed if spec.seeded else 0, "compile": self.compile}
         config = build_config(options.pop("preset", "train"), **options)
         # the start is identified by its content, not by its location
-        fields = {key: value for key, value in asdict(config).items() if key not in NON_IDENTITY_FIELDS}
-        fields |= {"model": start.identity if start else config.model}
+        fields = config.identity() | {"model": start.identity if start else config.model}
         content = json.dumps([fields, hash_partition(self.corpus)])
         identity = hashlib.sha256(content.encode()).hexdigest()[:16]
         root = start.root if start else identity
         folder = self.out / "checkpoints" / f"{spec.name}-{identity}"
+        if not trains:
+            return TrainedCheckpoint(spec.name, seed, folder / "best", identity, root)
         if not (folder / "final" / "model.safetensors").exists():
             self.notify(f"training {spec.name}, seed {seed}")
         self._remove_broken(folder / "train.json")

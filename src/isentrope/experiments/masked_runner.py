@@ -31,6 +31,7 @@ from isentrope.experiments.checkpoints import (
     TrainedCheckpoint,
     describe_trainings,
     hash_partition,
+    identify_checkpoints,
     prepare_checkpoints,
 )
 from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
@@ -68,8 +69,9 @@ def run_masked_plan(
     """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`; arguments as in `run_plan`."""
     state = PartialState()
     prepared = _open_corpus(plan, out, corpus)
-    trained = prepare_checkpoints(plan, prepared, out, notify, compile)
     dtype = resolve_device(state.device.type)[1]
+    measured = _find_measured(plan, prepared, out, dtype)
+    trained = prepare_checkpoints(plan, prepared, out, notify, compile, measured)
     cells = list(_list_cells(plan, prepared, trained, dtype))
     if state.is_main_process:
         (out / plan.name).mkdir(parents=True, exist_ok=True)
@@ -130,6 +132,23 @@ def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtyp
                 content += [f"fit {FIT_FORMAT}"] if row.fit else []
                 key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
                 yield MaskedCell(row, length, replace(model, seed=seed), key)
+
+
+def _find_measured(plan: MaskedPlan, corpus: PreparedCorpus, out: Path, dtype: torch.dtype) -> set[tuple[str, int]]:
+    """Find the checkpoints, by name and seed, that all cells of a plan have been measured with: none need training."""
+    trained = identify_checkpoints(plan, corpus, out)
+    missing = {
+        (cell.row.checkpoint, cell.trained.seed)
+        for cell in _list_cells(plan, corpus, trained, dtype)
+        if not is_done(out, cell.key)
+    }
+    for spec in reversed(plan.required_checkpoints()):  # what a missing one starts from is missing too
+        start = (spec.train or {}).get("model")
+        if start in plan.checkpoints:
+            missing |= {(start, seed) for seed in plan.seeds if (spec.name, seed) in missing}
+            if len(plan.seeds_of(start)) == 1 and any(name == start for name, _ in missing):
+                missing |= {(start, seed) for seed in plan.seeds}
+    return set(trained) - missing
 
 
 def _group_by_model(cells: list[MaskedCell]) -> list[list[MaskedCell]]:

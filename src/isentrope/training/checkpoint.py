@@ -53,10 +53,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value
     tensors = {key: x.detach().cpu() for key, x in tensors.items()}
-    checksum = 0
-    for key in sorted(tensors):
-        checksum = _update_checksum(checksum, key, tensors[key])
-    save_tensors(tensors, path, {"progress": json.dumps(progress), CHECKSUM_KEY: f"{checksum:08x}"})
+    save_tensors(tensors, path, {"progress": json.dumps(progress), CHECKSUM_KEY: hash_tensors(tensors)})
     for old in _list_states(folder):
         if old != path:
             old.unlink()
@@ -96,6 +93,14 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         raise ValueError(f"{path}: broken: its content changed after it was written; {remedy}")
     progress: dict[str, Any] = json.loads(metadata["progress"])
     return progress
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return a CRC-32 of all names and bytes, in the order of the names; it waits for the device."""
+    checksum = 0
+    for key in sorted(tensors):
+        checksum = _update_checksum(checksum, key, tensors[key].detach().cpu())
+    return f"{checksum:08x}"
 
 
 def _update_checksum(checksum: int, name: str, x: Tensor) -> int:

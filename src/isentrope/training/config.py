@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 PRECISIONS = ("auto", "bf16", "fp32")
-NON_IDENTITY_FIELDS = ("compile", "log_every", "save_every")  # they do not change the weights
+NON_IDENTITY_FIELDS = ("compile", "log_every", "save_every", "hash_every")  # they do not change the weights
 # configurable sizes of a new model: GAU-α for masked tokens, Llama for next tokens
 MODEL_SIZES = {
     "masked": ("hidden_size", "intermediate_size", "attention_key_size"),
@@ -19,7 +19,9 @@ LLAMA_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_head
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings of a run. Runs of equal settings give equal weights, however often they were resumed.
+    """The settings of a run, which decide its weights: on a CPU to the bit, on a GPU up to the order of its sums.
+
+    With `deterministic`, also on a GPU to the bit, on the same hardware and software.
 
     Args:
         objective: "masked" trains GAU-α on masked tokens, "causal" a Llama on next tokens.
@@ -44,10 +46,12 @@ class TrainingConfig:
         precision: "bf16", "fp32", or "auto" for bf16 on a GPU.
         accumulate: Parts that a batch is processed in.
         compile: None compiles long runs on a GPU.
+        deterministic: Use only algorithms that give the same bits again, which take longer on a GPU.
         validation: Crops of the validation loss.
         evaluate_every: Steps between validation losses; 0 for a twentieth of the run.
         save_every: Steps between saved states; 0 for one a minute.
         log_every: Steps between rows of the log.
+        hash_every: Steps between hashes of the weights in the log; 0 for none.
     """
 
     objective: str = "masked"
@@ -72,10 +76,12 @@ class TrainingConfig:
     precision: str = "auto"
     accumulate: int = 1
     compile: bool | None = None
+    deterministic: bool = False
     validation: int = 1024
     evaluate_every: int = 0
     save_every: int = 0
     log_every: int = 20
+    hash_every: int = 0
 
     def __post_init__(self) -> None:
         if min(self.steps, self.epochs) < 0 or (self.steps > 0) == (self.epochs > 0) or not math.isfinite(self.epochs):
@@ -89,7 +95,7 @@ class TrainingConfig:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if not (self.rate > 0 and math.isfinite(self.rate)) or not 0 <= self.warmup < 1:
             raise ValueError(f"rate, warmup: expected above 0, and in [0, 1), got {self.rate} and {self.warmup}")
-        for name in ("decay", "clip", "evaluate_every", "save_every", "seed", "stage"):
+        for name in ("decay", "clip", "evaluate_every", "save_every", "hash_every", "seed", "stage"):
             if not 0 <= getattr(self, name) < 1 << 62:
                 raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -120,6 +126,12 @@ class TrainingConfig:
         if not self.stage:
             return self.seed
         return int.from_bytes(hashlib.sha256(f"{self.seed} {self.stage}".encode()).digest()[:8])
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that the weights depend on."""
+        # runs of before the option have the identity of those without it
+        default = () if self.deterministic else ("deterministic",)
+        return {key: value for key, value in asdict(self).items() if key not in (*NON_IDENTITY_FIELDS, *default)}
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the rate of step 0 … steps - 1: linear up over the first `warmup` of them, then linear down to 0."""

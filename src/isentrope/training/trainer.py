@@ -23,8 +23,16 @@ from isentrope.data.prepared import PreparedCorpus
 from isentrope.positions import CLEX
 from isentrope.pretrained import check_tensors
 from isentrope.training.builders import build_batches, build_model, build_tokenizer
-from isentrope.training.checkpoint import TrainingLog, load_state, remove_states, save_state, save_tensors
+from isentrope.training.checkpoint import (
+    TrainingLog,
+    hash_tensors,
+    load_state,
+    remove_states,
+    save_state,
+    save_tensors,
+)
 from isentrope.training.config import NON_IDENTITY_FIELDS, TrainingConfig
+from isentrope.training.determinism import use_deterministic_algorithms
 from isentrope.training.step import Batch, Stepper, prefetch
 from isentrope.utils.files import read_fields, write_json
 from isentrope.utils.progress import ProgressBar
@@ -79,7 +87,8 @@ def train(
     trainer = Trainer(corpus, config, out, accelerator)
     if (summary := trainer.read_finished()) is not None:
         return summary
-    return trainer.run()
+    with use_deterministic_algorithms(config.deterministic):
+        return trainer.run()
 
 
 class Trainer:
@@ -105,7 +114,7 @@ class Trainer:
         if summary["identity"] != self.identity:
             differing = [
                 name for name, value in json.loads(json.dumps(asdict(self.config))).items()
-                if summary["config"].get(name) != value and name not in NON_IDENTITY_FIELDS
+                if summary["config"].get(name, value) != value and name not in NON_IDENTITY_FIELDS
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
         for name in ("best", "final") if summary["finished"] else ():
@@ -174,7 +183,8 @@ class Trainer:
             losses.append(self.stepper(batch, self.config.learning_rate(step, self.steps)))
             done = step + 1
             bar.update(done)
-            logs = done % self.config.log_every == 0 or done == self.steps
+            hashes = self.config.hash_every > 0 and done % self.config.hash_every == 0
+            logs = hashes or done % self.config.log_every == 0 or done == self.steps
             evaluates = done % self.evaluate_every == 0 or done == self.steps
             every = self.config.save_every
             overdue = time.perf_counter() - last_saved > SAVE_INTERVAL_SECONDS
@@ -185,7 +195,7 @@ class Trainer:
             self._record_losses(losses, done)
             losses = []
             if logs or evaluates:
-                self._report(done, evaluates, log, bar)
+                self._report(done, evaluates, hashes, log, bar)
             self.progress |= {"step": done, "seconds": self.progress["seconds"] + time.perf_counter() - start}
             start = time.perf_counter()
             last, saves = done == self.steps, (saves or stops) and done < self.steps
@@ -199,9 +209,11 @@ class Trainer:
             if stops and done < self.steps:
                 raise Interrupted(signals[0] if signals else signal.SIGTERM, done, self.out)
 
-    def _report(self, done: int, evaluates: bool, log: TrainingLog | None, bar: ProgressBar) -> None:
-        """Log the losses since the last row and, where it is due, the validation loss."""
+    def _report(self, done: int, evaluates: bool, hashes: bool, log: TrainingLog | None, bar: ProgressBar) -> None:
+        """Log the losses since the last row and, where they are due, a hash of the weights and the validation loss."""
         row = self._build_row(done)
+        if hashes and self.is_main:
+            row["weights"] = hash_tensors(dict(self.stepper.plain.named_parameters()))
         if evaluates:
             row["validation"] = self.validate()
             if not math.isfinite(row["validation"]):
@@ -210,7 +222,8 @@ class Trainer:
         if log is not None:
             log.add(**row)
         bar.report(done, {key: row[key] for key in ("loss", "validation") if key in row}, evaluates)
-        self.accelerator.log({key: value for key, value in row.items() if key != "step"}, step=done)
+        numbers = {key: value for key, value in row.items() if key not in ("step", "weights")}
+        self.accelerator.log(numbers, step=done)
 
     def validate(self) -> float:
         """Return the mean loss of the validation crops, the same ones each time, split over the processes."""
@@ -314,7 +327,7 @@ class Trainer:
 
 def compute_identity(corpus: PreparedCorpus, config: TrainingConfig, steps: int) -> str:
     """Return a hash of all that the weights depend on."""
-    fields = {key: value for key, value in asdict(config).items() if key not in NON_IDENTITY_FIELDS}
+    fields = config.identity()
     weights = Path(config.model or "") / "model.safetensors"
     if weights.is_file():  # the content of the model to start from, not its location
         fields["model"] = hashlib.sha256(weights.read_bytes()).hexdigest()

@@ -22,7 +22,7 @@ def draw_losses(runs: list[Path], out: Path) -> list[Path]:
     One run: training and validation against steps. Two or three: in one panel against epochs, those with CosScale
     solid and the others dashed. More: those with CosScale on the left and the others on the right, against steps.
     """
-    logs = [_read_run(run) for run in runs]
+    logs = [read_run(run) for run in runs]
     if not logs:
         raise ValueError("runs: expected one or more folders, got none")
     cosine, dot = ([log for log in logs if log["cosine"] is has] for has in (True, False))
@@ -44,7 +44,8 @@ def draw_losses(runs: list[Path], out: Path) -> list[Path]:
         return save_figure(figure, out)
 
 
-def _read_run(run: Path) -> dict[str, Any]:
+def read_run(run: Path) -> dict[str, Any]:
+    """Read a training folder: the `label` of its curve, whether scores are `cosine`, and the `rows` of its log."""
     metadata, log = run / "train.json", run / "log.jsonl"
     if not metadata.is_file() or not log.is_file():
         raise ValueError(f"{run}: expected a folder that isentrope train wrote, with train.json and log.jsonl")
