@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_rows(results: Path, tmp_path: Path) -> Non
 
 
 def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
-    options = ["--train-length", "64", "--window", "32", "--longest", "128", "--queries", "2", "--out", str(tmp_path)]
+    options = ["--train-length", "64", "--window", "32", "--length", "128", "--queries", "2", "--out", str(tmp_path)]
     ran = CliRunner().invoke(app, ["far-laws", *options])
     assert ran.exit_code == 0 and ran.stderr == "", ran.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["far_laws.json", "far_laws.png", "far_laws.svg"]
@@ -88,7 +88,7 @@ def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
     [
         (["--window", "0"], "window"),
         (["--window", "8192"], "train_length"),
-        (["--longest", "100"], "longest"),
+        (["--length", "100"], "length"),
         (["--head-dim", "0"], "head_dim"),
         (["--queries", "1"], "queries"),
         (["--sigma", "-1"], "sigma"),

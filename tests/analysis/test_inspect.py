@@ -28,6 +28,7 @@ from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM, GAUAlphaModel
 from isentrope.models.tokenizer import build_character_tokenizer
 from isentrope.report.figures import inspect as figures
 from isentrope.theory import peak_cosine
+from tests.fixtures.commands import assert_one_line
 from tests.fixtures.memory import Largest
 from tests.fixtures.models import llama, tokens
 
@@ -271,7 +272,7 @@ def test_gau_from_the_command_line(tmp_path):
     model, text = saved(tmp_path, gau(max_position_embeddings=48))
     out = tmp_path / "out"
     words = ("--lengths", "16,64", "--region", "0:40,0:64", "--inset", "4:8,4:8", "--out", out)
-    result = command(model, text, *words, "--recipe", "cosine:alpha=32")
+    result = command(model, "--data", text, *words, "--recipe", "cosine:alpha=32")
     assert result.exit_code == 0, result.output
     data = json.loads((out / "inspect.json").read_text())
     assert data["lengths"] == [16, 48, 64] and data["train_length"] == 48  # where it was trained is measured too
@@ -293,7 +294,7 @@ def test_llama_from_the_command_line(tmp_path, recipe):
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("short", TEXT)))
     options = [] if recipe is None else ["--recipe", recipe]
     words = ("--lengths", "32,100", "--layer", "0", "--out", tmp_path / "out")
-    result = command(folder, tmp_path / "texts.jsonl", *words, *options)
+    result = command(folder, "--data", tmp_path / "texts.jsonl", *words, *options)
     assert result.exit_code == 0, result.output
     data = json.loads((tmp_path / "out" / "inspect.json").read_text())
     assert np.shape(data["entropy"]) == (3, 2, 4) and data["layer"] == 0 and data["text"]["name"] == "texts.jsonl:2"
@@ -312,7 +313,7 @@ def test_a_model_that_was_saved_extended(tmp_path):
     [
         (("--lengths", "64,100000"), "expected a text of 100000 tokens, the longest of lengths, got 540"),
         (("--lengths", "64,32"), "lengths: expected increasing numbers of tokens from 2 on, got [64, 32]"),
-        (("--lengths", "many"), "lengths: expected numbers separated by commas such as 64,512,4096, got 'many'"),
+        (("--lengths", "many"), "lengths: expected tokens such as 8192, or 4x the training length, got 'many'"),
         (("--lengths", "64", "--region", "0:65,0:10"), "region: expected rows within 0:64, the longest text, got 0:65"),
         (("--lengths", "64", "--region", "0:65"), "region: expected rows and columns such as 0:512,0:512, got '0:65'"),
         (("--lengths", "64", "--layer", "3"), "layer: expected -3 … 2, got 3"),
@@ -322,7 +323,7 @@ def test_a_model_that_was_saved_extended(tmp_path):
 )
 def test_mistakes_are_told_in_one_line(tmp_path, words, told):
     model, text = saved(tmp_path, gau())
-    result = command(model, text, *words, "--out", tmp_path / "out")
+    result = command(model, "--data", text, *words, "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert told in result.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "out" / "inspect.json").exists()
@@ -340,10 +341,10 @@ def test_heads_and_training_lengths_that_cannot_be(tmp_path):
 
 def test_a_folder_that_is_not_there(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    result = command(tmp_path / "nothing", tmp_path / "text.txt")
+    result = command(tmp_path / "nothing", "--data", tmp_path / "text.txt")
     assert result.exit_code == 2 and "expected a folder with a model" in result.stderr
-    result = command(saved(tmp_path, gau())[0], tmp_path / "nothing.txt")
-    assert result.exit_code == 2 and "nothing.txt: expected a file" in result.stderr
+    result = command(saved(tmp_path, gau())[0], "--data", tmp_path / "nothing.txt")
+    assert_one_line(result, "data: expected a file", "nothing.txt")
     with pytest.raises(ValueError, match=r"expected a folder that isentrope inspect wrote, with inspect\.json"):
         figures.draw_inspection(tmp_path)
     with pytest.raises(ValueError, match="folders: expected one or more"):

@@ -145,7 +145,7 @@ def test_table_shows_a_few_lengths(count: int, shown: list[int]) -> None:
 
 def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
-    ran = CliRunner().invoke(app, ["laws", "--longest", "128", "--queries", "4", "--out", str(out)])
+    ran = CliRunner().invoke(app, ["laws", "--length", "128", "--queries", "4", "--out", str(out)])
     assert ran.exit_code == 0, ran.output
     assert "Attention entropy" in ran.stdout and ran.stderr == ""
     assert sorted(path.name for path in out.iterdir()) == ["laws.json", "laws.png", "laws.svg"]
@@ -159,8 +159,8 @@ def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
         (["--alpha", "-1"], "alpha"),
         (["--alpha", "nan"], "alpha"),
         (["--alpha", "128"], "alpha"),
-        (["--longest", "64"], "longest"),
-        (["--longest", "32"], "longest"),
+        (["--length", "64"], "length"),
+        (["--length", "32"], "length"),
         (["--train-length", "1"], "train_length"),
         (["--head-dim", "2"], "head_dim"),
         (["--head-dim", "4096"], "head_dim"),
@@ -172,7 +172,7 @@ def test_command_prints_the_table_and_the_files(tmp_path: Path) -> None:
 def test_bad_options_are_answered_in_one_line(options: list[str], named: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = [option.format(file=tmp_path / "file") for option in options]
-    ran = CliRunner().invoke(app, ["laws", "--out", str(tmp_path), "--longest", "128", *options])
+    ran = CliRunner().invoke(app, ["laws", "--out", str(tmp_path), "--length", "128", *options])
     assert ran.exit_code == 2 and ran.stdout == ""
     assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("isentrope: ") and named in ran.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

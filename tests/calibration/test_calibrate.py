@@ -312,7 +312,7 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     lines = [json.dumps({"text": text[:400]}) for text in documents[:4]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     out, saved = tmp_path / "out", tmp_path / "saved"
-    arguments = ["calibrate", model, str(tmp_path / "texts.jsonl"), "--recipe", "rerope:window=128"]
+    arguments = ["calibrate", model, "--data", str(tmp_path / "texts.jsonl"), "--recipe", "rerope:window=128"]
     arguments += ["--levels", "scalar", "--out", str(out), "--save", str(saved), "--device", "cpu"]
     done = CliRunner().invoke(app, [*arguments, "--length", "320"])
     assert done.exit_code == 0, done.output

@@ -77,13 +77,13 @@ def tell(*words):
 
 def commands(model, text, out):
     """Every command that loads a causal model."""
-    common = ("--out", out, "--device", "cpu")
+    common, data = ("--out", out, "--device", "cpu"), ("--data", text / "one.txt")
     return {
-        "perplexity": ("perplexity", model, text / "one.txt", "--recipe", "plain", "--edges", "0,32,100", *common),
-        "inspect": ("inspect", model, text / "one.txt", "--lengths", "16,32", *common),
-        "evaluate": ("evaluate", model, "--data", text / "one.txt", "--length", "2x", *common),
+        "perplexity": ("perplexity", model, *data, "--recipe", "plain", "--edges", "0,32,100", *common),
+        "inspect": ("inspect", model, *data, "--lengths", "16,32", *common),
+        "evaluate": ("evaluate", model, *data, "--length", "2x", *common),
         "retrieval": ("retrieval", model, "--recipe", "plain", "--tasks", "passkey", "--lengths", "600", *common),
-        "calibrate": ("calibrate", model, text, "--length", "100", *common),
+        "calibrate": ("calibrate", model, "--data", text, "--length", "100", *common),
     }
 
 

@@ -87,12 +87,13 @@ def test_a_saved_model_is_measured_under_its_own_recipe(evaluated, tmp_path):
     board = json.loads((folder / "out" / "shipped-llama-320" / "leaderboard.json").read_text())
     row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
     saved, text = str(folder / "saved"), str(folder / "texts")
-    asked = ["perplexity", saved, text, "--recipe", "plain", "--edges", "0,128,256,320", "--out", str(tmp_path)]
-    assert CliRunner().invoke(app, asked).exit_code == 0
+    words = f"perplexity {saved} --data {text} --edges 0,128,256,320 --out {tmp_path} --recipe"
+    assert CliRunner().invoke(app, [*words.split(), "plain"]).exit_code == 0
     data = json.loads((tmp_path / "perplexity.json").read_text())
     assert data["rows"][0]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
-    assert_one_line(CliRunner().invoke(app, [*asked[:4], "infoscale", *asked[5:]]), "already extended with")
-    assert_one_line(CliRunner().invoke(app, ["calibrate", saved, text, "--length", "320"]), "already extended with")
+    assert_one_line(CliRunner().invoke(app, [*words.split(), "infoscale"]), "already extended with")
+    words = ["calibrate", saved, "--data", text, "--length", "320"]
+    assert_one_line(CliRunner().invoke(app, words), "already extended with")
 
 
 def test_all_columns_are_shown_in_a_narrow_terminal(evaluated, monkeypatch):

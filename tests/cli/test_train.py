@@ -29,19 +29,21 @@ def test_help_has_an_example():
     shown = tell("train", "--help")
     assert shown.exit_code == 0
     words = " ".join(shown.output.split())
-    assert "isentrope train data/laws --out runs/base --preset pretrain" in words and "accelerate launch" in words
+    assert (
+        "isentrope train --data data/laws --out runs/base --preset pretrain" in words and "accelerate launch" in words
+    )
 
 
 def test_the_command_trains_and_draws_the_losses(corpus, tmp_path):
     out = tmp_path / "run"
-    shown = tell("train", corpus, "--out", out, *SMALL, "--variant", "pi", "--cosscale", 128)
+    shown = tell("train", "--data", corpus, "--out", out, *SMALL, "--variant", "pi", "--cosscale", 128)
     assert shown.exit_code == 0, shown.output
     assert "lowest validation loss" in shown.stdout and "of 4" in shown.stdout
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (out / "loss.svg").read_text()
     for name in ("best", "final", "log.jsonl", "loss.png"):
         assert str(out / name) in shown.stdout.split()
     assert json.loads((out / "train.json").read_text())["config"]["recipe"] == "pi:factor=4+cosine:alpha=128"
-    again = tell("train", corpus, "--out", out, *SMALL, "--variant", "pi", "--cosscale", 128)
+    again = tell("train", "--data", corpus, "--out", out, *SMALL, "--variant", "pi", "--cosscale", 128)
     assert again.exit_code == 0 and again.stdout == shown.stdout
 
 
@@ -75,21 +77,25 @@ def assert_one_line(shown, code, *words):
 def test_mistakes_end_in_one_line(corpus, tmp_path, monkeypatch, arguments, words):
     without(monkeypatch, "wandb")
     given = SMALL if "--epochs" not in arguments or 2.0 in arguments else SMALL[:8]
-    assert_one_line(tell("train", corpus, "--out", tmp_path / "run", *given, *arguments), 2, *words)
+    assert_one_line(tell("train", "--data", corpus, "--out", tmp_path / "run", *given, *arguments), 2, *words)
     assert not (tmp_path / "run" / "train.json").exists()
 
 
 def test_folders_that_are_not_there_end_in_one_line(corpus, tmp_path):
     missing = tmp_path / "nowhere"
-    assert_one_line(tell("train", missing, "--out", tmp_path / "run", *SMALL), 2, str(missing), "data prepare")
+    assert_one_line(
+        tell("train", "--data", missing, "--out", tmp_path / "run", *SMALL), 2, str(missing), "data prepare"
+    )
     model = ("--model", missing, "--steps", 4)
-    assert_one_line(tell("train", corpus, "--out", tmp_path / "run", *model), 2, str(missing), "expected a folder")
+    assert_one_line(
+        tell("train", "--data", corpus, "--out", tmp_path / "run", *model), 2, str(missing), "expected a folder"
+    )
     assert_one_line(tell("losses", missing), 2, str(missing), "isentrope train")
 
 
 def test_a_run_that_diverges_ends_in_one_line(corpus, tmp_path, monkeypatch):
     bad_loss(monkeypatch, 1, float("nan"))
-    shown = tell("train", corpus, "--out", tmp_path, *SMALL)
+    shown = tell("train", "--data", corpus, "--out", tmp_path, *SMALL)
     assert_one_line(shown, 1, "step 1: the loss is nan", "no state was saved")
 
 

@@ -192,7 +192,8 @@ def test_the_command(tmp_path):
     llama().save_pretrained(tmp_path / "model")
     lines = [json.dumps({"input_ids": row}) for row in tokens(3, 120).tolist()]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    arguments = ["perplexity", str(tmp_path / "model"), str(tmp_path / "texts.jsonl"), "--edges", "0,32,64,100"]
+    arguments = ["perplexity", str(tmp_path / "model"), "--data", str(tmp_path / "texts.jsonl")]
+    arguments += ["--edges", "0,32,64,100"]
     recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
     done = CliRunner().invoke(app, [*arguments, *recipes, "--out", str(tmp_path / "out"), "--documents", "2"])
     assert done.exit_code == 0, done.output
@@ -279,7 +280,7 @@ def test_the_command_says_what_failed(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "model")
     rows = [json.dumps({"input_ids": row}) for row in tokens(2, 100).tolist()]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = ["perplexity", *(str(tmp_path / name) for name in ("model", "rows.jsonl")), "--edges", "0,64,100"]
+    words = ["perplexity", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--edges", "0,64,100"]
     words += ["--out", str(tmp_path / "out")]
     measure = perplexity.measure_text
 
@@ -301,5 +302,5 @@ def test_texts_are_looked_at_before_a_model_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
     for words in ("perplexity --recipe plain --edges 0,8", "calibrate --length 8"):
         command, *options = words.split()
-        result = CliRunner().invoke(app, [command, str(tmp_path), str(tmp_path / "rows.jsonl"), *options])
+        result = CliRunner().invoke(app, [command, str(tmp_path), "--data", str(tmp_path / "rows.jsonl"), *options])
         assert result.exit_code == 2 and "of 8 tokens" in result.stderr, result.output

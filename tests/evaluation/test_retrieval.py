@@ -371,7 +371,7 @@ def test_the_command(letters, tmp_path, monkeypatch):
     letters.save_pretrained(folder)
     (tmp_path / "book.txt").write_text("It rained. Nobody came. " * 20)
     words = f"retrieval {folder} --recipe plain --recipe rerope:window=16 --lengths 500 --depths 0,100 --examples 1"
-    words += f" --tasks passkey,words --text {tmp_path / 'book.txt'} --out {out}"
+    words += f" --tasks passkey,words --data {tmp_path / 'book.txt'} --out {out}"
     done = CliRunner().invoke(app, words.split())
     assert done.exit_code == 0, done.output
     assert "rerope:window=16" in done.output and "Percent of the answers" in done.output

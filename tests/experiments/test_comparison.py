@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def invoke(folder, *more):
-    command = ["compare", str(folder / "small.yaml"), "--model", LLAMA, "--texts", str(folder), "--workers", "0"]
+    command = ["compare", str(folder / "small.yaml"), "--model", LLAMA, "--data", str(folder), "--workers", "0"]
     return CliRunner().invoke(app, [*command, "--out", str(folder / "out"), *more])
 
 

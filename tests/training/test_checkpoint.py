@@ -157,7 +157,7 @@ def test_broken_weights_of_a_finished_run_are_named(corpus, done, tmp_path):
 def test_a_start_from_broken_weights_or_a_pickle(corpus, done, tmp_path):
     start = Path(shutil.copytree(done / "best", tmp_path / "start"))
     path = start / "model.safetensors"
-    words = ["train", str(corpus), "--out", str(tmp_path / "run"), "--model", str(start), "--layers", "2"]
+    words = ["train", "--data", str(corpus), "--out", str(tmp_path / "run"), "--model", str(start), "--layers", "2"]
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     result = CliRunner().invoke(app, words)

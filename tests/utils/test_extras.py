@@ -64,11 +64,11 @@ print(json.dumps(said))
 """
 COMMANDS = [
     ["evaluate", "model", "--data", "x.txt"],
-    ["perplexity", "model", "x.txt", "--recipe", "plain"],
+    ["perplexity", "model", "--data", "x.txt", "--recipe", "plain"],
     ["retrieval", "model", "--recipe", "plain"],
-    ["inspect", "model", "x.txt"],
-    ["calibrate", "model", "x.txt", "--length", "8"],
-    ["train", "corpus", "--out", "run"],
+    ["inspect", "model", "--data", "x.txt"],
+    ["calibrate", "model", "--data", "x.txt", "--length", "8"],
+    ["train", "--data", "corpus", "--out", "run"],
     ["data", "prepare", "x.txt", "--out", "y"],
     ["study", "list"],
     ["study", "run", "main"],

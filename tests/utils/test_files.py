@@ -44,7 +44,7 @@ def test_a_command_shows_no_bare_number(monkeypatch, tmp_path, number):
 
 def test_a_file_where_a_folder_is_needed(tmp_path):
     (tmp_path / "out").write_text("")
-    result = CliRunner().invoke(app, ["laws", "--longest", "128", "--queries", "2", "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["laws", "--length", "128", "--queries", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "Errno" not in result.stderr
     assert f"{tmp_path / 'out'}: already exists and is not a folder; choose another name" in result.stderr
 

@@ -64,7 +64,7 @@ class EntropyLawsConfig:
     def __post_init__(self) -> None:
         _check_at_least("train_length", self.train_length, 4)
         _check_at_least("head_dim", self.head_dim, 3)
-        _check_at_least("longest", self.longest, self.train_length + 1, "more than train_length")
+        _check_at_least("length", self.longest, self.train_length + 1, "more than train_length")
         _check_at_least("queries", self.queries, 2)
         _check_at_least("seed", self.seed, 0)
         if self.head_dim > theory.MAX_DIMENSION:

@@ -53,7 +53,7 @@ class FarLawsConfig:
         if self.train_length <= self.window:
             raise ValueError(f"train_length: expected more than window={self.window}, got {self.train_length}")
         if self.longest <= self.train_length:
-            raise ValueError(f"longest: expected more than train_length={self.train_length}, got {self.longest}")
+            raise ValueError(f"length: expected more than train_length={self.train_length}, got {self.longest}")
         if self.head_dim < 1:
             raise ValueError(f"head_dim: expected at least 1, got {self.head_dim}")
         if self.queries < 2:

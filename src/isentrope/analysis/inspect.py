@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ import isentrope.models  # noqa: F401  # GAU-α among transformers' models
 from isentrope.analysis import attention_statistics as statistics
 from isentrope.analysis.attention_statistics import HeatmapWindow
 from isentrope.analysis.observe import entropy_rows, find_gated_units, run_observed
-from isentrope.evaluation.loading import get_model_name, load_causal_model, load_tokenizer
+from isentrope.evaluation.loading import get_model_name, load_causal_model, load_on_device, load_tokenizer
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import write_results
 from isentrope.evaluation.texts import Text, TextInput, iterate_documents
@@ -149,14 +149,49 @@ def inspect(
     return Inspection(data, heatmaps, None if out is None else path)
 
 
-def _is_gau(name: str) -> bool:
+def _is_gau(name: str, gguf_file: str | None = None) -> bool:
+    if gguf_file:
+        return False
     # published checkpoints name no type
     kind = read_config(resolve_model_name(name)).get("model_type", GAUAlphaConfig.model_type)
     return bool(kind == GAUAlphaConfig.model_type)
 
 
-def load_model(name: str, recipe: str | None = None, device: str = "auto", dtype: str = "auto") -> Any:
+def load_models(
+    name: str, recipes: Sequence[str], device: str = "auto", dtype: str = "auto", gguf_file: str | None = None
+) -> Iterator[Any]:
+    """Yield GAU-α or a causal model under one recipe after another; a causal model is loaded once.
+
+    Args:
+        name: a folder, or a name on the hub.
+        recipes: texts of recipes; `plain` is the model's own.
+        device: such as cpu or cuda; auto is a GPU where there is one.
+        dtype: bfloat16, float16 or float32; auto is bfloat16 on a GPU and float32 on a CPU.
+        gguf_file: a GGUF file in the folder.
+    """
+    if len(recipes) == 1 or _is_gau(name, gguf_file):
+        for recipe in recipes:
+            yield load_model(name, None if recipe == PLAIN else recipe, device, dtype, gguf_file)
+        return
+    model = load_model(name, None, device, dtype, gguf_file)
+    if (own := getattr(model.config, CONFIG_KEY, None)) is not None:
+        raise ValueError(f"{name}: already extended with {own}; give the original folder to compare recipes")
+    for recipe in recipes:
+        with under_recipe(model, recipe):
+            yield model
+
+
+def load_model(
+    name: str,
+    recipe: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    gguf_file: str | None = None,
+) -> Any:
     """Load GAU-α or a causal model from a folder or the hub, under its own recipe or this one."""
+    if gguf_file:
+        loaded = load_on_device(name, device, dtype, gguf_file)
+        return loaded if recipe is None else extend(loaded, recipe)
     device, resolved = resolve_model_device(name, device, dtype)
     if _is_gau(name):  # its recipe is a part of it
         # what another recipe learns may have no weights yet
@@ -169,7 +204,7 @@ def load_model(name: str, recipe: str | None = None, device: str = "auto", dtype
     return extend(restore(model) if hasattr(model.config, CONFIG_KEY) else model, recipe)
 
 
-def load_text(text: TextInput, name: str, length: int) -> Text:
+def load_text(text: TextInput | Sequence[TextInput], name: str, length: int, gguf_file: str | None = None) -> Text:
     """Read the first document that has `length` tokens of a model's tokenizer."""
     tokenizer: Any = None
     longest = 0
@@ -178,8 +213,10 @@ def load_text(text: TextInput, name: str, length: int) -> Text:
         if tokens is None:
             if tokenizer is None:
                 # GAU-α is trained on pieces from the middle of texts, without marks around them
-                options = {"add_special_tokens": False, "split_special_tokens": True} if _is_gau(name) else {}
-                tokenizer = load_tokenizer(name)
+                options = (
+                    {"add_special_tokens": False, "split_special_tokens": True} if _is_gau(name, gguf_file) else {}
+                )
+                tokenizer = load_tokenizer(name, gguf_file)
             tokens = tuple(tokenizer(document.text, verbose=False, **options)["input_ids"])
         if len(tokens) >= length:
             return Text(document.name, document.sha256, tokens[:length])

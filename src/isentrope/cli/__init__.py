@@ -11,6 +11,7 @@ from isentrope.cli import (
     inspect,
     laws,
     perplexity,
+    recipes,
     report,
     retrieval,
     study,
@@ -20,5 +21,5 @@ from isentrope.cli.common import app
 
 __all__ = [
     "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
-    "report", "retrieval", "study", "train",
+    "recipes", "report", "retrieval", "study", "train",
 ]  # fmt: skip

@@ -8,21 +8,40 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, expand_paths
-from isentrope.cli.options import CausalModel, Device, Dtype, GgufFile, MaxDocuments, Texts
-from isentrope.cli.output import print_paths, print_progress
+from isentrope.cli.completion import complete_recipe
+from isentrope.cli.lengths import resolve_length
+from isentrope.cli.options import (
+    LENGTH_HELP,
+    AsJson,
+    CausalModel,
+    CommandWithMoreData,
+    Data,
+    Device,
+    Dtype,
+    GgufFile,
+    MaxDocuments,
+    MoreData,
+    name_recipe,
+    name_results,
+    require_data,
+)
+from isentrope.cli.output import Output, print_progress, summarize_results
+from isentrope.utils.files import RERUN_REMEDY, read_json
 
 
-@app.command()
+@app.command(cls=CommandWithMoreData)
 @errors_in_one_line()
 def calibrate(
     model: CausalModel,
-    texts: Texts,
-    length: Annotated[int, typer.Option(help="Tokens read of each document; the law is fitted up to this length.")],
+    more_data: MoreData = None,
+    data: Data = None,
+    length: Annotated[str, typer.Option(help=f"{LENGTH_HELP} The law is fitted up to there.")] = "4x",
     recipe: Annotated[
         str,
         typer.Option(
             help="The recipe to fit, which may contain {window} and {factor} and, with near and far keys, "
-            "a temperature and a share law to start from. 'plain': the unchanged model."
+            "a temperature and a share law to start from. 'plain': the unchanged model.",
+            autocompletion=complete_recipe,
         ),
     ] = "plain",
     windows: Annotated[
@@ -47,13 +66,18 @@ def calibrate(
     documents: MaxDocuments = 16,
     train_length: Annotated[int | None, typer.Option(help="Training length, instead of the one in the config.")] = None,
     seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for calibrate.json, .png and .svg and recipe.txt.")] = Path(
-        "results/calibrate"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for calibrate.json, .png and .svg and recipe.txt.",
+            show_default="results/calibrate/MODEL-LENGTH-RECIPE",
+        ),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="A new folder for the model with the recipe in its config.")] = None,
     gguf_file: GgufFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Fit a law to your own text with the model frozen; half of the documents are held out to select it.
 
@@ -62,10 +86,8 @@ def calibrate(
     of these unless a fitted law is better on each. Nothing changes inside the training length. Run the same command
     again to resume after an interruption.
 
-    isentrope calibrate MODEL books/*.txt --recipe rerope:window=4096 --length 32768 --budget 10m --save longer
+    isentrope calibrate MODEL --data books --recipe rerope:window=4096 --length 4x --budget 10m --save longer
     """
-    from rich.console import Console
-
     from isentrope.calibration.calibrate import fit_laws
     from isentrope.calibration.config import CalibrationConfig
     from isentrope.calibration.select import split_texts
@@ -75,8 +97,11 @@ def calibrate(
     from isentrope.report.figures.calibration import draw_calibration
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
+    texts = require_data(data, more_data)
+    tokens = resolve_length(length, model, gguf_file, train_length)
+    out = out or name_results("calibrate", model, f"{tokens}-{name_recipe(recipe)}", gguf_file)
     config = CalibrationConfig.parse(
-        length,
+        tokens,
         recipe,
         windows=windows,
         factors=factors,
@@ -88,13 +113,15 @@ def calibrate(
     )
     check_save_folder(save)
     disable_progress_bars()
-    documents_read = load_texts(expand_paths(texts), model, gguf_file, length, documents)
-    split_texts(documents_read, length, seed)  # checked before a model is loaded
+    documents_read = load_texts(expand_paths(texts), model, gguf_file, tokens, documents)
+    split_texts(documents_read, tokens, seed)  # checked before a model is loaded
     prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file)) if with_retrieval else None
     loaded = load_on_device(model, device, dtype, gguf_file)
-    result = fit_laws(loaded, documents_read, config, out, Path(model).name, print_progress, prompts)
-    results = out / "calibrate.json"
-    Console().print(build_calibration_table(results))
-    print_paths([results, out / "recipe.txt", *draw_calibration(results)])
-    if save is not None:
-        typer.echo(save_extended(model, result.recipe, save, gguf_file, build_card_rows(results)))
+    with Output(as_json) as output:
+        result = fit_laws(loaded, documents_read, config, out, Path(model).name, print_progress, prompts)
+        results = out / "calibrate.json"
+        output.add(**summarize_results(read_json(results, RERUN_REMEDY)) | {"recipe": str(result.recipe)})
+        output.print(build_calibration_table(results))
+        output.add_files([results, out / "recipe.txt", *draw_calibration(results)])
+        if save is not None:
+            output.add_files([save_extended(model, result.recipe, save, gguf_file, build_card_rows(results))])

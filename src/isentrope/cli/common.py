@@ -13,7 +13,7 @@ from isentrope.cli.output import print_error
 from isentrope.utils.extras import MissingExtraError, name_missing_extras
 from isentrope.utils.files import explain_os_error
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(requested: bool) -> None:

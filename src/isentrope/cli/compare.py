@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
-from isentrope.cli.output import print_paths, print_progress
+from isentrope.cli.options import AsJson, deprecated_option, prefer_new
+from isentrope.cli.output import Output, print_progress
 from isentrope.cli.plans import print_comparison
 
 
@@ -19,7 +20,10 @@ from isentrope.cli.plans import print_comparison
 def compare(
     plan: Annotated[Path, typer.Argument(help="A YAML file; docs/results/frontier has some.")],
     model: Annotated[str, typer.Option(help="A causal model: a folder, or a name on the hub.")],
-    texts: Annotated[Path, typer.Option(help="The folder of the plan's texts.")] = Path("texts"),
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder of the plan's texts.", show_default="texts")
+    ] = None,
+    texts: Annotated[Path | None, deprecated_option("--texts")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results; plans share it.")] = Path("results/compare"),
     seconds: Annotated[float, typer.Option(min=0, help="Stop before so many have passed; run again to resume.")] = (
         math.inf
@@ -30,12 +34,13 @@ def compare(
         list[str] | None, typer.Option(help="Leave out recipes with this in their text. Repeat for several.")
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that prepare prompts meanwhile.")] = 4,
+    as_json: AsJson = False,
 ) -> None:
     """Compare recipes on one causal model: perplexity by position, retrieval by filler, time and memory.
 
     Breadth first: every recipe on one document of each kind, then on the next. What the folder has is kept.
 
-    isentrope compare docs/results/frontier/smollm2-32k.yaml --model SmolLM2-135M-Instruct --texts texts --seconds 150
+    isentrope compare docs/results/frontier/smollm2-32k.yaml --model SmolLM2-135M-Instruct --data texts --seconds 150
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are forked
     from isentrope.experiments.comparison_plan import PARTS, load_comparison
@@ -47,9 +52,11 @@ def compare(
         raise ValueError(f"only: expected {' or '.join(PARTS)}, got {only!r}")
     narrowed = load_comparison(plan).select(only, kinds.split(",") if kinds else (), without or ())
     disable_progress_bars()
-    complete = run_comparison(narrowed, model, texts, out, seconds, workers, print_progress)
     folder = out / narrowed.name
-    written = write_comparison(folder)
-    print_comparison(folder)
-    print_paths([*written, write_page(folder)])
+    data = prefer_new(data, texts, "--texts", "--data") or Path("texts")
+    with Output(as_json) as output:
+        complete = run_comparison(narrowed, model, data, out, seconds, workers, print_progress)
+        written = write_comparison(folder)
+        print_comparison(folder, output)
+        output.add_files([*written, write_page(folder)])
     raise typer.Exit(0 if complete or seconds < math.inf else 1)

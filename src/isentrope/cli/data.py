@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
-from isentrope.cli.output import print_paths, print_progress
+from isentrope.cli.options import AsJson
+from isentrope.cli.output import Output, print_progress
+from isentrope.utils.files import RERUN_REMEDY, read_json
 
 data = typer.Typer(no_args_is_help=True, help="Corpora to train and evaluate on.")
 app.add_typer(data, name="data")
@@ -45,6 +47,7 @@ def prepare(
         bool, typer.Option("--skip-broken", help="Warn about unreadable documents and skip them.")
     ] = False,
     limit: Annotated[int | None, typer.Option(help="Read only this many documents, the first.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Tokenize a corpus and split it into training, validation and test documents.
 
@@ -57,15 +60,16 @@ def prepare(
 
     corpus = Source(source, column, subset, split, data_files, skip_broken, limit)
     options = preparation.PrepareOptions(tokenizer, vocab_size, longer_than, seed, test, train_share, features)
-    print_partition(preparation.prepare(corpus, out, options, notify=print_progress))
+    with Output(as_json) as output:
+        print_partition(preparation.prepare(corpus, out, options, notify=print_progress), output)
 
 
-def print_partition(manifest: Path) -> None:
+def print_partition(manifest: Path, output: Output) -> None:
     """Print the table of a partition, draw its figure and print the paths of both files."""
-    from rich.console import Console
-
     from isentrope.report.figures.partition import draw_partition
     from isentrope.report.tables.partition import build_partition_table
 
-    Console().print(build_partition_table(manifest))
-    print_paths([manifest, *draw_partition(manifest)])
+    content = read_json(manifest, RERUN_REMEDY)
+    output.add(**{key: content[key] for key in ("statistics", "counts", "near_duplicates")})
+    output.print(build_partition_table(manifest))
+    output.add_files([manifest, *draw_partition(manifest)])

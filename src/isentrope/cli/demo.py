@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
-from isentrope.cli.options import Device, Dtype
-from isentrope.cli.output import print_paths, print_progress, print_table
+from isentrope.cli.options import AsJson, Device, Dtype
+from isentrope.cli.output import Output, print_progress
+from isentrope.utils.files import RERUN_REMEDY, read_json
 
 
 @app.command()
@@ -29,6 +30,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for side_by_side.json, .png and .svg.")] = Path("results/opening"),
     dtype: Dtype = "auto",
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Score and continue a long text with a model as it is and extended, side by side.
 
@@ -42,6 +44,8 @@ def demo(
 
     disable_progress_bars()
     opening = prepare_opening(model, data, recipe, length, new_tokens)
-    results = opening.run(out, device, dtype, print_progress)
-    print_table(build_side_by_side(results))
-    print_paths([results, *draw_side_by_side(results)])
+    with Output(as_json) as output:
+        results = opening.run(out, device, dtype, print_progress)
+        output.add(**read_json(results, RERUN_REMEDY))
+        output.print(build_side_by_side(results))
+        output.add_files([results, *draw_side_by_side(results)])

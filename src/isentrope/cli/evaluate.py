@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
-from isentrope.cli.options import Device, Dtype, GgufFile, MaxDocuments
+from isentrope.cli.options import (
+    AsJson,
+    CommandWithMoreData,
+    Device,
+    Dtype,
+    GgufFile,
+    MaxDocuments,
+    MoreData,
+    join_data,
+)
+from isentrope.cli.output import Output
 from isentrope.cli.plans import run_causal_plan, run_masked_plan
 
 # options that only one kind of model has
@@ -16,11 +26,12 @@ CAUSAL_OPTIONS = ("length", "retrieval", "documents", "save", "gguf_file", "dtyp
 GAU_OPTIONS = ("lengths", "positions", "protocol")
 
 
-@app.command()
+@app.command(cls=CommandWithMoreData)
 @errors_in_one_line()
 def evaluate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A causal model or GAU-α: a folder, or a name on the hub.")],
+    more_data: MoreData = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -46,6 +57,7 @@ def evaluate(
     gguf_file: GgufFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Find the recipe that works best for a model past its training length, on your own text.
 
@@ -62,6 +74,7 @@ def evaluate(
     from isentrope.experiments.masked_plan import plan_masked_evaluation
     from isentrope.report.tables.leaderboard import build_card_rows
 
+    data = join_data(data, more_data)
     if not data:
         raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
     config = read_causal_config(model, gguf_file)
@@ -70,23 +83,25 @@ def evaluate(
         if not recipe or len(data) > 1:
             raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
         masked_plan = plan_masked_evaluation(model, recipe, lengths, positions, protocol)
-        complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]))
+        with Output(as_json) as output:
+            complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]), output)
         raise typer.Exit(0 if complete else 1)
     _reject_options(context, GAU_OPTIONS, config.model_type)
     check_save_folder(save)
     decoder = {"model": model, "gguf_file": gguf_file, "dtype": dtype, "device": device}
     plan = plan_causal_evaluation(decoder, config, data, recipe or [], length, documents, retrieval)
     out = out or Path("results/evaluate")
-    complete = run_causal_plan(plan, out)
-    if save is not None:
-        chosen = select_best(rank_recipes(out / plan.name), plan.perplexity.recipes)
-        if chosen is None:
-            raise ValueError(
-                f"save: no recipe is better at the end and costs {MAX_DEGRADATION_PERCENT} % or less inside the "
-                "training length; isentrope.extend and save_pretrained save a model with any recipe"
-            )
-        rows = build_card_rows(out / plan.name, chosen)
-        typer.echo(save_extended(plan.decoder["model"], chosen, save, gguf_file, rows))
+    with Output(as_json) as output:
+        complete = run_causal_plan(plan, out, output)
+        if save is not None:
+            chosen = select_best(rank_recipes(out / plan.name), plan.perplexity.recipes)
+            if chosen is None:
+                raise ValueError(
+                    f"save: no recipe is better at the end and costs {MAX_DEGRADATION_PERCENT} % or less inside the "
+                    "training length; isentrope.extend and save_pretrained save a model with any recipe"
+                )
+            rows = build_card_rows(out / plan.name, chosen)
+            output.add_files([save_extended(plan.decoder["model"], chosen, save, gguf_file, rows)])
     raise typer.Exit(0 if complete else 1)
 
 

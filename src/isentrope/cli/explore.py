@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
-from isentrope.cli.output import print_paths
+from isentrope.cli.options import AsJson
+from isentrope.cli.output import Output
 
 
 @app.command()
@@ -18,6 +19,7 @@ def explore(
     results: Annotated[
         Path | None, typer.Option(help="A folder whose perplexity.json files are drawn as measured curves.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a page that shows distances, temperatures and shares for any length, window, law and β; it works offline.
 
@@ -26,4 +28,5 @@ def explore(
     from isentrope.analysis.formula_values import compute_formula_values
     from isentrope.report.html.explorer import write_explorer
 
-    print_paths([write_explorer(out, compute_formula_values(), results)])
+    with Output(as_json) as output:
+        output.add_files([write_explorer(out, compute_formula_values(), results)])

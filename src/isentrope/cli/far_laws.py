@@ -8,7 +8,11 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
-from isentrope.cli.output import print_paths
+from isentrope.cli.options import AsJson, deprecated_option, prefer_new
+from isentrope.cli.output import Output
+from isentrope.utils.files import RERUN_REMEDY, read_json
+
+LONGEST = 131072  # tokens
 
 
 @app.command()
@@ -19,23 +23,29 @@ def far_laws(
     ),
     train_length: Annotated[int, typer.Option(help="The length up to which laws change nothing.")] = 8192,
     window: Annotated[int, typer.Option(help="Number of near keys.")] = 4096,
-    longest: Annotated[int, typer.Option(help="The longest length; lengths double from the training length.")] = 131072,
+    length: Annotated[
+        int | None,
+        typer.Option(help="The longest length; lengths double from the training length.", show_default=str(LONGEST)),
+    ] = None,
+    longest: Annotated[int | None, deprecated_option("--longest")] = None,
     head_dim: Annotated[int, typer.Option(help="Head size, for InfoScale.")] = 64,
     sigma: Annotated[float, typer.Option(help="Standard deviation of scores.")] = 2.0,
     near_mean: Annotated[float, typer.Option(help="Mean score of near keys; that of far keys is 0.")] = 1.5,
     queries: Annotated[int, typer.Option(help="Queries sampled at each length.")] = 64,
+    as_json: AsJson = False,
 ) -> None:
     """Compute what each law does to the share of far keys and to the entropy within them as keys are added.
 
-    isentrope far-laws --train-length 2048 --window 1024 --longest 32768 --out results/far-laws
+    isentrope far-laws --train-length 2048 --window 1024 --length 32768 --out results/far-laws
     """
-    from rich.console import Console
-
     from isentrope.analysis.far_laws import FarLawsConfig, compute_far_laws
     from isentrope.report.figures.far_laws import draw_far_laws
     from isentrope.report.tables.far_laws import build_far_laws_table
 
-    config = FarLawsConfig(train_length, window, head_dim, sigma, near_mean, longest, queries)
-    results = compute_far_laws(config, out)
-    Console().print(build_far_laws_table(results))
-    print_paths([results, *draw_far_laws(results)])
+    length = prefer_new(length, longest, "--longest", "--length") or LONGEST
+    config = FarLawsConfig(train_length, window, head_dim, sigma, near_mean, length, queries)
+    with Output(as_json) as output:
+        results = compute_far_laws(config, out)
+        output.add(**read_json(results, RERUN_REMEDY))
+        output.print(build_far_laws_table(results))
+        output.add_files([results, *draw_far_laws(results)])

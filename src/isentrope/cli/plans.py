@@ -8,11 +8,17 @@ from typing import Any
 import typer
 
 from isentrope.cli.common import disable_progress_bars
-from isentrope.cli.output import print_error, print_paths, print_progress, print_table
+from isentrope.cli.output import Output, print_error, print_progress
+from isentrope.utils.files import RERUN_REMEDY, read_json
 
 
-def run_causal_plan(plan: Any, out: Path) -> bool:
+def run_causal_plan(plan: Any, out: Path, output: Output) -> bool:
     """Run a plan for a causal model and print its recipes, best first.
+
+    Args:
+        plan: the plan to run.
+        out: folder that plans share; the results go to the folder of the plan's name in it.
+        output: for the leaderboard and the files.
 
     Returns:
         Whether every cell was measured.
@@ -24,37 +30,70 @@ def run_causal_plan(plan: Any, out: Path) -> bool:
     disable_progress_bars()
     folder, failed = out / plan.name, run_plan(plan, out, notify=print_progress)["failed"]
     written = write_recipes(folder)
-    print_recipes(folder)
-    print_paths([*written, write_page(folder)])
+    print_recipes(folder, output)
+    output.add_files([*written, write_page(folder)])
     if failed:
         print_error(f"{failed} cells failed: {folder}")
     return not failed
 
 
-def print_recipes(folder: Path) -> None:
+def print_recipes(folder: Path, output: Output) -> None:
     """Print the tables of a plan for a causal model, and which recipe is best."""
-    from rich.console import Console
-
+    from isentrope.evaluation.ranking import rank_recipes
     from isentrope.report.html.recipes import summarize_recipes
     from isentrope.report.tables.leaderboard import build_leaderboard_table
     from isentrope.report.tables.retrieval import build_retrieval_table
 
+    lines = summarize_recipes(folder)
+    summary = [line.plain for line in lines]
+    output.append("leaderboards", {"plan": folder.name, **rank_recipes(folder), "summary": summary})
     if (results := folder / "retrieval.json").exists():
-        print_table(build_retrieval_table(results))
-    print_table(build_leaderboard_table(folder))
-    for line in summarize_recipes(folder):
-        Console(soft_wrap=True).print(line)
+        output.print(build_retrieval_table(results))
+    output.print(build_leaderboard_table(folder))
+    for line in lines:
+        output.print(line)
 
 
-def print_comparison(folder: Path) -> None:
+def print_comparison(folder: Path, output: Output) -> None:
     """Print the leaderboard of a comparison."""
     from isentrope.report.tables.comparison import build_comparison_table
 
-    print_table(build_comparison_table(folder))
+    if output.as_json:
+        board = read_json(folder / "leaderboard.json", RERUN_REMEDY)
+        output.append("comparisons", {"plan": folder.name, "leaderboard": board})
+    output.print(build_comparison_table(folder))
+
+
+def print_plan(folder: Path, output: Output, cap: bool = False) -> None:
+    """Print the tables and verdicts of plans for masked models: a plan's folder, or one whose subfolders are."""
+    from isentrope.report.load import load_plans
+    from isentrope.report.tables.plan_tables import render_terminal
+
+    for plan in load_plans(folder) if output.as_json else ():
+        output.append("tables", {"plan": plan.name, "title": plan.title, "rows": list_values(plan)})
+    output.print(render_terminal(folder, cap))
+
+
+def list_values(plan: Any) -> list[dict[str, Any]]:
+    """List every number of a plan's tables with its interval."""
+    return [
+        {"protocol": grid.protocol, "method": row.method, "variant": row.variant, "length": length, "metric": metric}
+        | {"mean": value.mean, "low": value.low, "high": value.high, "seeds": value.seeds}
+        for grid in plan.grids
+        for row in plan.rows
+        for length in plan.lengths
+        for metric in plan.metrics
+        if (value := grid.value(row, length, metric)) is not None
+    ]
 
 
 def run_masked_plan(
-    plan: Any, out: Path, corpus: Path | None, compile: bool | None = None, is_helper: bool = False
+    plan: Any,
+    out: Path,
+    corpus: Path | None,
+    output: Output,
+    compile: bool | None = None,
+    is_helper: bool = False,
 ) -> bool:
     """Run a plan for masked models, then write its report and print its tables.
 
@@ -62,19 +101,18 @@ def run_masked_plan(
         plan: the plan to run.
         out: folder that plans share; the results go to the folder of the plan's name in it.
         corpus: folder of a prepared corpus.
+        output: for the tables and the page.
         compile: whether trainings are compiled; None decides by their length.
         is_helper: whether another process, which started this one, writes the report.
 
     Returns:
         Whether every cell was measured.
     """
-    from rich.console import Console
-
     from isentrope.experiments.runner import run_plan
     from isentrope.report.figures.plan_curves import draw_curves
     from isentrope.report.html.page import write_page
     from isentrope.report.study import draw_study
-    from isentrope.report.tables.plan_tables import render_terminal, write_tables
+    from isentrope.report.tables.plan_tables import write_tables
     from isentrope.training.trainer import Interrupted, is_main_process
 
     disable_progress_bars()
@@ -88,8 +126,8 @@ def run_masked_plan(
         draw_curves(folder)
         draw_study(folder)
         write_tables(folder)
-        Console().print(render_terminal(folder))
-        typer.echo(write_page(folder))
+        print_plan(folder, output)
+        output.add_files([write_page(folder)])
         if outcome["failed"]:
             print_error(f"{outcome['failed']} of {outcome['cells']} cells failed: {folder / 'results.jsonl'}")
     return is_helper or not outcome["failed"]

@@ -9,8 +9,20 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, expand_paths
-from isentrope.cli.options import CausalModel, Device, Dtype, GgufFile, Recipes
-from isentrope.cli.output import exit_if_failed, print_paths, print_table
+from isentrope.cli.lengths import resolve_lengths
+from isentrope.cli.options import (
+    AsJson,
+    CausalModel,
+    Device,
+    Dtype,
+    GgufFile,
+    Recipes,
+    deprecated_option,
+    join_data,
+    name_results,
+)
+from isentrope.cli.output import Output, exit_if_failed, summarize_results
+from isentrope.utils.files import RERUN_REMEDY
 
 
 @app.command()
@@ -26,15 +38,18 @@ def retrieval(
         ),
     ] = "passkey,needle",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of an example, with its question and answer.")
-    ] = "1024,2048,4096",
+        str,
+        typer.Option(help="Tokens of an example, with its question and answer; 4x: times the training length."),
+    ] = "2x,4x",
     depths: Annotated[
         str, typer.Option(help="Percent of the text before the hidden fact, for tasks with one.")
     ] = "0,25,50,75,100",
     examples: Annotated[int, typer.Option(help="Examples for each task, length, depth and filler.")] = 4,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Files to hide facts in, all as one filler; --filler has several.")
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="Text to hide facts in, all of it as one filler; --filler has several."),
     ] = None,
+    text: Annotated[list[str] | None, deprecated_option("--text")] = None,
     filler: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,35 +67,48 @@ def retrieval(
         str, typer.Option(help="forced: the likelihood of the answer; both: also the model's own reply.")
     ] = "both",
     seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for retrieval.json and heatmaps.")] = Path("results/retrieval"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for retrieval.json and heatmaps.", show_default="results/retrieval/MODEL-LENGTH"),
+    ] = None,
     gguf_file: GgufFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Test which facts a model retrieves from long texts under each recipe. Results already in the folder are kept.
 
-    isentrope retrieval MODEL --recipe plain --recipe rerope:window=4096+infoscale --lengths 4096,8192,16384
+    isentrope retrieval MODEL --recipe plain --recipe rerope:window=4096+infoscale --lengths 2x,4x
 
     isentrope retrieval MODEL --recipe plain --tasks ruler --filler noise --filler python --filler book=book.txt
 
-    isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --text book.txt --score forced
+    isentrope retrieval MODEL --recipe plain --tasks multikey,variables,words --data book.txt --score forced
     """
     from isentrope.data.tasks import SENTENCES, load_fillers, parse_fillers
     from isentrope.data.tasks.fillers import TEXT
     from isentrope.evaluation.loading import load_on_device, load_tokenizer
     from isentrope.evaluation.prompts import PromptFormat
-    from isentrope.evaluation.results import list_failures
+    from isentrope.evaluation.results import list_failures, read_results
     from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
     from isentrope.hf.layer_plan import read_train_length
     from isentrope.report.figures.retrieval import draw_heatmaps
     from isentrope.report.tables.retrieval import build_retrieval_table
 
     named = parse_fillers(filler or [], lambda path: expand_paths([path]))
-    if text:
-        named = {TEXT: tuple(expand_paths(text)), **named}
+    if texts := join_data(data, text, "--text"):
+        named = {TEXT: tuple(expand_paths(texts)), **named}
     named = named or {SENTENCES: None}
+    tokens = resolve_lengths("lengths", lengths, model, gguf_file)
+    out = out or name_results("retrieval", model, max(tokens), gguf_file)
     config = RetrievalConfig.parse(
-        recipe, tasks, lengths, depths, examples=examples, seed=seed, score=score, fillers=tuple(named)
+        recipe,
+        tasks,
+        ",".join(map(str, tokens)),
+        depths,
+        examples=examples,
+        seed=seed,
+        score=score,
+        fillers=tuple(named),
     )
     disable_progress_bars()
     haystacks = load_fillers(named)
@@ -88,7 +116,9 @@ def retrieval(
     if ceiling:
         config = replace(config, ceiling=read_train_length(loaded.config.get_text_config()))
     prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file), chat)
-    results = measure_retrieval(loaded, Path(model).name, prompts, haystacks, config, out)
-    print_table(build_retrieval_table(results))
-    print_paths([results, *draw_heatmaps(results)])
-    exit_if_failed(list_failures(results, config.recipes, config.cells), results)
+    with Output(as_json) as output:
+        results = measure_retrieval(loaded, Path(model).name, prompts, haystacks, config, out)
+        output.add(**summarize_results(read_results(results, RERUN_REMEDY)))
+        output.print(build_retrieval_table(results))
+        output.add_files([results, *draw_heatmaps(results)])
+        exit_if_failed(list_failures(results, config.recipes, config.cells), results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
 from isentrope.cli.data import print_partition
-from isentrope.cli.laws import laws
-from isentrope.cli.options import CORPUS_OPTION
-from isentrope.cli.output import print_paths, print_progress
+from isentrope.cli.laws import run_laws
+from isentrope.cli.options import CORPUS_HELP, AsJson, Corpus
+from isentrope.cli.output import Output, print_progress
 from isentrope.cli.plans import run_causal_plan, run_masked_plan
 
 study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
@@ -25,18 +24,19 @@ app.add_typer(study, name="study")
 
 @study.command("list")
 @errors_in_one_line()
-def list_plans() -> None:
+def list_plans(as_json: AsJson = False) -> None:
     """List the plans that ship: what they measure, and how many trainings and cells they have.
 
     isentrope study list
     """
-    from rich.console import Console
-
     from isentrope.experiments import plan as plans
     from isentrope.report.tables.plans import build_plans_table
 
     names = (*plans.PLANS_WITHOUT_CELLS, *plans.plan_names())
-    Console().print(build_plans_table([plans.describe_plan(name) for name in names]))
+    described = [plans.describe_plan(name) for name in names]
+    with Output(as_json) as output:
+        output.add(plans=described)
+        output.print(build_plans_table(described))
 
 
 @study.command("run")
@@ -46,7 +46,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, cells and results; plans share it.")] = Path(
         "results"
     ),
-    corpus: Annotated[Path | None, CORPUS_OPTION] = None,
+    corpus: Corpus = None,
     lengths: Annotated[str | None, typer.Option(help="Lengths, instead of the plan's, such as 128,1024.")] = None,
     positions: Annotated[
         int | None, typer.Option(help="Masked positions per document, instead of the plan's; 0 for all.")
@@ -58,6 +58,7 @@ def run(
         typer.Option(help="Compile trainings; by default the long ones on a GPU. Several jobs hide its cost."),
     ] = None,
     helps: Annotated[bool, typer.Option("--helps", hidden=True)] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train and evaluate what is missing of a plan, then print its table. Run the same command again to resume.
 
@@ -76,30 +77,31 @@ def run(
         has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
         if masked_plans or len(plans) < len(names) or has_options:
             raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
-        complete = [run_causal_plan(plan, out) for plan in plans]
+        with Output(as_json) as output:
+            complete = [run_causal_plan(plan, out, output) for plan in plans]
         raise typer.Exit(0 if all(complete) else 1)
     if corpus is None and "dataset" in names:
         raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
-    for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
-        _run_without_cells(name, out, corpus)
-    with _helper_processes(jobs - 1, out / "jobs"):
-        complete = [run_masked_plan(plan, out, corpus, compile, helps) for plan in masked_plans]
+    with Output(as_json) as output:
+        for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
+            _run_without_cells(name, out, corpus, output)
+        with _helper_processes(jobs - 1, out / "jobs"):
+            complete = [run_masked_plan(plan, out, corpus, output, compile, helps) for plan in masked_plans]
     if not all(complete):
         raise typer.Exit(1)
 
 
-def _run_without_cells(name: str, out: Path, corpus: Path | None) -> None:
+def _run_without_cells(name: str, out: Path, corpus: Path | None, output: Output) -> None:
     """Run `laws` or `dataset`, the plans without trainings and cells."""
-    from rich.console import Console
-
+    from isentrope.analysis.entropy_laws import EntropyLawsConfig
     from isentrope.data.prepared import PreparedCorpus
     from isentrope.report.tables.laws import build_formulas_table
 
     if name == "laws":
-        laws(out / "laws")
-        Console().print(build_formulas_table(out / "laws" / "laws.json"))
+        run_laws(EntropyLawsConfig(), out / "laws", output)
+        output.print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
-        print_partition(PreparedCorpus.open(corpus).folder / "manifest.json")
+        print_partition(PreparedCorpus.open(corpus).folder / "manifest.json", output)
 
 
 @contextmanager
@@ -125,7 +127,7 @@ def _helper_processes(count: int, folder: Path) -> Iterator[None]:
 def status(
     plan: Annotated[str, typer.Argument(help="A plan's name, or a YAML file.")],
     out: Annotated[Path, typer.Option(help="The folder of the runs.")] = Path("results"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Count the cells of a plan that are done, failed and missing.
 
@@ -135,13 +137,12 @@ def status(
     from isentrope.experiments.runner import plan_status
 
     counts = plan_status(load_plan(plan), out)
-    if as_json:
-        typer.echo(json.dumps(counts))
-        return
     missing = counts["cells"] - counts["done"] - counts["failed"]
-    typer.echo(
-        f"{plan}: {counts['done']} of {counts['cells']} cells done, {counts['failed']} failed, {missing} missing"
-    )
+    with Output(as_json) as output:
+        output.add(**counts)
+        output.print(
+            f"{plan}: {counts['done']} of {counts['cells']} cells done, {counts['failed']} failed, {missing} missing"
+        )
 
 
 @study.command("join")
@@ -149,6 +150,7 @@ def status(
 def join(
     folders: Annotated[list[Path], typer.Argument(help="Results of one plan, each of other seeds.")],
     out: Annotated[Path, typer.Option(help="Folder for the results of all; its name becomes the plan's.")],
+    as_json: AsJson = False,
 ) -> None:
     """Join results of one plan that were measured apart, on other days or machines, and write their figures and page.
 
@@ -159,17 +161,21 @@ def join(
     from isentrope.report.html.page import write_report
     from isentrope.report.study import draw_study
 
-    join_results(folders, out)
-    figures = [*draw_curves(out), *draw_study(out)]
-    written = write_report(out)
-    print_paths([*figures, *(file for plan in written["plans"] for file in plan["files"]), written["report"]])
+    with Output(as_json) as output:
+        join_results(folders, out)
+        figures = [*draw_curves(out), *draw_study(out)]
+        written = write_report(out)
+        output.add(**written)
+        files = (file for plan in written["plans"] for file in plan["files"])
+        output.add_files([*figures, *files, written["report"]])
 
 
 @study.command("figures")
 @errors_in_one_line()
 def draw_figures(
-    corpus: Annotated[Path, CORPUS_OPTION],
+    corpus: Annotated[Path, typer.Option("--data", help=CORPUS_HELP)],
     out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
+    as_json: AsJson = False,
 ) -> None:
     """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
 
@@ -186,12 +192,13 @@ def draw_figures(
     inspected, runs = inspect_models(prepared, out, print_progress), training_folders(prepared, out, print_progress)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    print_paths([
-        *inspect.draw_cosscale_panels(inspected["f1"], folder / "f1"),
-        *inspect.draw_attention(inspected["f2"], folder / "f2"),
-        *draw_partition(prepared.folder / "manifest.json", folder / "f3"),
-        *draw_losses(runs["f4"], folder / "f4"),
-        *draw_losses(runs["f5"], folder / "f5"),
-        *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
-        *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
-    ])  # fmt: skip
+    with Output(as_json) as output:
+        output.add_files([
+            *inspect.draw_cosscale_panels(inspected["f1"], folder / "f1"),
+            *inspect.draw_attention(inspected["f2"], folder / "f2"),
+            *draw_partition(prepared.folder / "manifest.json", folder / "f3"),
+            *draw_losses(runs["f4"], folder / "f4"),
+            *draw_losses(runs["f5"], folder / "f5"),
+            *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
+            *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
+        ])  # fmt: skip

@@ -8,14 +8,16 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
-from isentrope.cli.output import print_error, print_paths
+from isentrope.cli.options import AsJson, CommandWithMoreData, Corpus, prefer_new
+from isentrope.cli.output import Output, print_error
 
 
-@app.command()
+@app.command(cls=CommandWithMoreData)
 @errors_in_one_line()
 def train(
-    corpus: Annotated[Path, typer.Argument(help="A folder that 'isentrope data prepare' wrote.")],
     out: Annotated[Path, typer.Option(help="Folder for the run; an interrupted run in it is resumed.")],
+    corpus: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    data: Corpus = None,
     preset: Annotated[str, typer.Option(help="pretrain, train, finetune, paper, paper-finetune or causal.")] = "train",
     model: Annotated[str | None, typer.Option(help="Start from this model: a folder, or a name on the hub.")] = None,
     variant: Annotated[
@@ -50,22 +52,26 @@ def train(
         int | None, typer.Option(help="Steps between saved states; once a minute by default.")
     ] = None,
     evaluate_every: Annotated[
-        int | None, typer.Option(help="Steps between validation losses; a twentieth of the run by default.")
+        int | None,
+        typer.Option(
+            help="Steps between validation losses; by default a twentieth of the run, of short ones 50 or a quarter."
+        ),
     ] = None,
     hash_every: Annotated[
         int | None, typer.Option(help="Steps between hashes of the weights in the log; 'losses' compares them.")
     ] = None,
     track: Annotated[list[str], typer.Option(help="tensorboard or wandb; repeat for both.")] = ["tensorboard"],  # noqa: B006
+    as_json: AsJson = False,
 ) -> None:
     """Train GAU-α on masked tokens or a small Llama on next tokens, or resume an interrupted run.
 
-    isentrope train data/laws --out runs/base --preset pretrain
+    isentrope train --data data/laws --out runs/base --preset pretrain
 
-    isentrope train data/laws --out runs/pi --model runs/base/best --variant pi --cosscale 128
+    isentrope train --data data/laws --out runs/pi --model runs/base/best --variant pi --cosscale 128
 
-    isentrope train data/sympy --out runs/llama --preset causal
+    isentrope train --data data/sympy --out runs/llama --preset causal
 
-    accelerate launch --num_processes 4 -m isentrope.cli train data/laws --out runs/base --preset pretrain
+    accelerate launch --num_processes 4 -m isentrope.cli train --data data/laws --out runs/base --preset pretrain
     """
     from isentrope.report.figures.losses import draw_losses
     from isentrope.training import trainer
@@ -77,19 +83,24 @@ def train(
         precision=precision, accumulate=accumulate, compile=compile, save_every=save_every,
         evaluate_every=evaluate_every, deterministic=deterministic, hash_every=hash_every,
     )  # fmt: skip
+    folder = prefer_new(data, corpus, "the corpus as an argument", "--data FOLDER")
+    if folder is None:
+        raise ValueError("data: expected a corpus, got none; isentrope data prepare makes one, then --data FOLDER")
     disable_progress_bars()
     try:
-        outcome = trainer.train(corpus, config, out, tuple(track))
+        with Output(as_json) as output:
+            outcome = trainer.train(folder, config, out, tuple(track))
+            if trainer.is_main_process():
+                best, steps = outcome["best"], outcome["steps"]
+                output.add(best=best, steps=steps)
+                output.print(f"lowest validation loss {best['validation']:.4f} at step {best['step']} of {steps}")
+                output.add_files([out / "best", out / "final", out / "log.jsonl", *draw_losses([out], out / "loss")])
     except trainer.Interrupted as stopped:
         print_error(str(stopped))
         raise typer.Exit(128 + stopped.number) from None
     except trainer.Diverged as diverged:
         print_error(str(diverged))
         raise typer.Exit(1) from None
-    if trainer.is_main_process():
-        best = outcome["best"]
-        typer.echo(f"lowest validation loss {best['validation']:.4f} at step {best['step']} of {outcome['steps']}")
-        print_paths([out / "best", out / "final", out / "log.jsonl", *draw_losses([out], out / "loss")])
 
 
 @app.command()
@@ -97,6 +108,7 @@ def train(
 def losses(
     runs: Annotated[list[Path], typer.Argument(help="Folders that 'isentrope train' wrote.")],
     out: Annotated[Path, typer.Option(help="Path of the figure, without suffix.")] = Path("results/losses"),
+    as_json: AsJson = False,
 ) -> None:
     """Draw the training losses of several runs in one figure, and say from which step on their weights differ.
 
@@ -107,7 +119,10 @@ def losses(
     from isentrope.report.figures.losses import draw_losses
     from isentrope.report.repeats import compare_weights
 
-    for line in compare_weights(runs):
-        typer.echo(line)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    print_paths(draw_losses(runs, out))
+    with Output(as_json) as output:
+        lines = list(compare_weights(runs))
+        output.add(weights=lines)
+        for line in lines:
+            output.print(line)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        output.add_files(draw_losses(runs, out))

@@ -98,7 +98,8 @@ def split_held_out(
     distinct = shuffled[np.unique(cluster[shuffled], return_index=True)[1]]
     if len(distinct) <= test:
         distinct_documents = f"{len(distinct)} documents held out, near-duplicates counted once"
-        raise ValueError(f"test: expected fewer than the {distinct_documents}, got {test}")
+        remedy = f"try --test {len(distinct) // 3 or 1}" if len(distinct) > 1 else "prepare more documents"
+        raise ValueError(f"test: expected fewer than the {distinct_documents}, got {test}; {remedy}")
     coordinates = principal_components(features)
     labels = spectral_clusters(coordinates, seed)
     chosen = list[int]()

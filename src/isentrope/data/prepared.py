@@ -47,6 +47,12 @@ class PreparedCorpus:
         """Open a folder and check that its files belong together."""
         folder = Path(folder)
         path, remedy = folder / MANIFEST, f"run: isentrope data prepare SOURCE --out {folder}"
+        if not path.is_file() and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+            prepared = folder.with_name(f"{folder.name.partition('.')[0]}-prepared")
+            raise ValueError(
+                f"{folder}: expected a prepared corpus, got text or other files; run: isentrope data prepare {folder} "
+                f"--out {prepared}, then use {prepared}"
+            )
         if not path.is_file():
             raise ValueError(f"{path}: expected a prepared corpus, got no such file; {remedy}")
         try:

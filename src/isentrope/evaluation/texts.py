@@ -96,27 +96,31 @@ def tokenize_documents(
         raise ValueError(f"documents: expected 1 or more, got {limit}")
     tokenizer: Any = None
     texts: list[Text] = []
-    sizes: list[tuple[int, str]] = []
+    count, most, untokenized = 0, 0, ""
     for document in documents:
-        content = document.text if document.tokens is None else document.tokens
-        sizes.append((len(content or ()), "characters" if document.tokens is None else "tokens"))
+        count += 1
         tokens, ends = document.tokens, None
         if tokens is None:
             if document.text is None or 4 * len(document.text) < length:  # a token has a byte or more
+                untokenized = max(untokenized, document.text or "", key=len)
                 continue
             if tokenizer is None:
                 tokenizer = make_tokenizer()
             encoded = tokenizer(document.text, return_offsets_mapping=tokenizer.is_fast)
             tokens = tuple(encoded["input_ids"])
             ends = _byte_ends(document.text, encoded["offset_mapping"][:length]) if tokenizer.is_fast else None
+        most = max(most, len(tokens))
         if len(tokens) >= length:
             texts.append(Text(document.name, document.sha256, tokens[:length], ends))
         if len(texts) == limit:
             break
     if not texts:
-        size, unit = max(sizes, default=(0, "characters"))
-        got = f"none: the longest of {len(sizes)} has {size} {unit}"
-        raise ValueError(f"texts: expected documents of {length} tokens or more, got {got}")
+        if untokenized:  # too short for the length, and quickly tokenized
+            most = max(most, len((tokenizer or make_tokenizer())(untokenized, verbose=False)["input_ids"]))
+        got = f"none: the longest of {count} has {most} tokens" if count else "none at all"
+        raise ValueError(
+            f"texts: expected documents of {length} tokens or more, got {got}; choose longer texts or a smaller length"
+        )
     return texts
 
 

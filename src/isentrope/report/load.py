@@ -16,6 +16,8 @@ from isentrope.evaluation.metrics import difference_interval
 from isentrope.utils.files import RERUN_REMEDY, read_json
 
 PROTOCOLS = {"single": "one token masked at a time", "random": "15 % masked at once"}
+MAX_DEPTH = 3  # results/evaluate/MODEL-LENGTH is two folders below results
+INTERNAL_FOLDERS = ("checkpoints", "cells", "figures", "jobs")
 METRICS = {"ppl": "PPL", "acc": "ACC"}
 LOWER_IS_BETTER = {"ppl"}
 Cell = dict[str, Any]
@@ -216,11 +218,31 @@ def load_plans(folder: Path, required: bool = True) -> list[PlanResults]:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder that isentrope study run wrote, got no folder")
-    here = [folder] if (folder / "plan.json").is_file() else []
-    folders = here or sorted(path.parent for path in folder.glob("*/plan.json"))
+    folders = find_result_folders(folder, "plan.json")
     if required and not folders:
         raise ValueError(f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none")
     return [_load_plan(path) for path in folders]
+
+
+def find_result_folders(folder: Path, file: str) -> list[Path]:
+    """Find folders with results, by name: the folder itself if it has the file, or those below it that do.
+
+    Args:
+        folder: where to look; at most MAX_DEPTH folders down, outside those of checkpoints and of single results.
+        file: what every folder with results has, such as plan.json.
+    """
+    if (folder / file).is_file():
+        return [folder]
+    results, level = list[Path](), [folder] if folder.is_dir() else []
+    for _ in range(MAX_DEPTH):
+        level = [path for each in level for path in each.iterdir() if path.is_dir() and not _is_internal(path)]
+        results += [path for path in level if (path / file).is_file()]
+        level = [path for path in level if not (path / file).is_file()]
+    return sorted(results)
+
+
+def _is_internal(folder: Path) -> bool:
+    return folder.name in INTERNAL_FOLDERS or folder.name.startswith(".") or folder.is_symlink()
 
 
 def _load_plan(folder: Path) -> PlanResults:

@@ -48,7 +48,7 @@ class TrainingConfig:
         compile: None compiles long runs on a GPU.
         deterministic: Use only algorithms that give the same bits again, which take longer on a GPU.
         validation: Crops of the validation loss.
-        evaluate_every: Steps between validation losses; 0 for a twentieth of the run.
+        evaluate_every: Steps between validation losses; 0 for a twentieth of the run, of short ones 50 or a quarter.
         save_every: Steps between saved states; 0 for one a minute.
         log_every: Steps between rows of the log.
         hash_every: Steps between hashes of the weights in the log; 0 for none.

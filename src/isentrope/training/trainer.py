@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import math
+import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,8 @@ MAX_LOSS_RISE_NATS = 3.0  # above the lowest loss so far; more is divergence
 SAVE_INTERVAL_SECONDS = 60.0
 PROGRESS_INTERVAL_SECONDS = 15.0
 MIN_TOKENS_TO_COMPILE = 1 << 25  # of a run that repays half a minute of compiling
+VALIDATIONS, MIN_VALIDATIONS, MIN_INTERVAL = 20, 4, 50  # of a run; of a short one; steps between them
+WEIGHTS = "model.safetensors"
 INITIAL_PROGRESS: dict[str, Any] = {
     "step": 0, "best": None, "best_step": None, "lowest": None, "window": [], "seconds": 0.0,
 }  # fmt: skip
@@ -101,7 +104,7 @@ class Trainer:
         self.batches, self.validation_batches = build_batches(corpus, config, self.tokenizer)
         self.steps = config.steps or max(1, round(config.epochs * self.batches.steps_per_epoch))
         self.identity = compute_identity(corpus, config, self.steps)
-        self.evaluate_every = config.evaluate_every or max(1, self.steps // 20)
+        self.evaluate_every = config.evaluate_every or choose_interval(self.steps)
         self.best: dict[str, torch.Tensor] = {}  # weights that are not on disk yet
 
     def read_finished(self) -> dict[str, Any] | None:
@@ -118,7 +121,7 @@ class Trainer:
             ] or ["the corpus"]  # fmt: skip
             raise ValueError(f"{self.out}: holds another run ({', '.join(differing)} differ); choose another folder")
         for name in ("best", "final") if summary["finished"] else ():
-            check_tensors(self.out / name / "model.safetensors", f"delete {self.out} to train it again")
+            check_tensors(self.out / name / WEIGHTS, f"delete {self.out} to train it again")
         return summary if summary["finished"] else None
 
     def run(self) -> dict[str, Any]:
@@ -281,19 +284,16 @@ class Trainer:
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _prepare_folder(self) -> None:
-        """Remove partial files of a killed process, and write all but the weights of the models."""
+        """Remove what a killed process left incomplete."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for partial in self.out.rglob(".*.partial"):
-            partial.unlink()
-        model: Any = self.stepper.plain
-        config = copy(model.config)
-        config.architectures = [type(model).__name__]
-        if self.config.objective == "causal":
-            config.use_cache = True  # disabled for training
-        for name in ("best", "final"):
-            (self.out / name).mkdir(parents=True, exist_ok=True)
-            config.save_pretrained(self.out / name)
-            self.tokenizer.save_pretrained(self.out / name)
+        for partial in [*self.out.rglob(".*.partial")]:
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink(missing_ok=True)  # gone with its folder
+        for name in ("best", "final"):  # the previous release wrote them before it had weights
+            if not (self.out / name / WEIGHTS).exists():
+                shutil.rmtree(self.out / name, ignore_errors=True)
         self._write_summary(finished=False)
 
     def _write_best(self) -> None:
@@ -302,7 +302,21 @@ class Trainer:
             self.best = {}
 
     def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
-        save_tensors(weights, self.out / name / "model.safetensors", {"format": "pt"})
+        """Write a model's weights; a new folder appears with all of its files or not at all."""
+        folder, partial = self.out / name, self.out / f".{name}.partial"
+        if folder.exists():
+            save_tensors(weights, folder / WEIGHTS, {"format": "pt"})
+            return
+        partial.mkdir(exist_ok=True)
+        model: Any = self.stepper.plain
+        config = copy(model.config)
+        config.architectures = [type(model).__name__]
+        if self.config.objective == "causal":
+            config.use_cache = True  # disabled for training
+        config.save_pretrained(partial)
+        self.tokenizer.save_pretrained(partial)
+        save_tensors(weights, partial / WEIGHTS, {"format": "pt"})
+        partial.rename(folder)
 
     def _should_compile(self, model: torch.nn.Module, cuda: bool) -> bool:
         if any(isinstance(module, CLEX) for module in model.modules()):
@@ -323,6 +337,11 @@ class Trainer:
             "run": collect_provenance(),
         }
         write_json(self.out / "train.json", summary)
+
+
+def choose_interval(steps: int) -> int:
+    """Choose the steps between validation losses: a twentieth of the run, or 50 but no more than a quarter."""
+    return max(1, steps // VALIDATIONS, min(MIN_INTERVAL, steps // MIN_VALIDATIONS))
 
 
 def compute_identity(corpus: PreparedCorpus, config: TrainingConfig, steps: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from math import cos, pi, sin
@@ -22,7 +23,12 @@ from isentrope.report.tables.numbers import format_bucket, format_length
 WIDTH = 4.2  # inches: on a screen of 375 px a point of text is 1.2 pixels
 PLOT_HEIGHT, LINE_HEIGHT = 3.7, 0.16  # inches, of the plot and of a line of the key
 KEY_CHARACTERS = 41  # of a line of the key
-FRONT_COLOUR, FORGETFUL_MARKER, MARKER = "#004488", "s", "o"
+FRONT_COLOUR = "#004488"
+FORGETFUL_MARKER, CHOOSING_MARKER, MARKER = "s", "D", "o"
+MARKER_MEANINGS = {
+    FORGETFUL_MARKER: "squares: see only a part of the text",
+    CHOOSING_MARKER: "diamonds: choose far keys",
+}
 OTHER_COLOUR = "#7A7A7A"
 MAX_RATIO_TO_BEST = 2.0  # points further to the right are drawn at the edge
 LABEL_RADII = (9.0, 13.0, 18.0, 24.0, 31.0, 39.0, 48.0, 60.0, 75.0)  # points, tried in this order
@@ -55,17 +61,27 @@ def draw_board(board: ComparisonBoard, rows: Sequence[ComparedRecipe]) -> Figure
     axes.axvline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     place_numbers(axes, points, rows)
     figure.text(0.02, 1 - 0.1 / height, board["model"]["name"], weight="bold", fontsize=10, va="top")
-    figure.text(0.02, 1 - 0.27 / height, _describe_lines(board), fontsize=7.8, color=INK, va="top")
+    figure.text(0.02, 1 - 0.27 / height, _describe_lines(board, rows), fontsize=7.8, color=INK, va="top")
     _draw_key(figure, key, height)
     return figure
 
 
-def _describe_lines(board: ComparisonBoard) -> str:
+def _describe_lines(board: ComparisonBoard, rows: Sequence[ComparedRecipe]) -> str:
+    """Say what the dashed lines are, and what the markers that were drawn mean."""
     length = board["ceiling"]["length"] or board["train_length"]
     where = f" of {format_length(length)}" if length else ""
-    return (
-        f"dashed: the plain model inside its training length{where}\nsquares: recipes that see only a part of the text"
-    )
+    drawn = {choose_marker(row, _limit(rows)) for row in rows}
+    meanings = [meaning for marker, meaning in MARKER_MEANINGS.items() if marker in drawn]
+    return f"dashed: the plain model inside its training length{where}\n{'; '.join(meanings)}"
+
+
+def choose_marker(row: ComparedRecipe, limit: float) -> str:
+    """Choose a marker: beyond the axis, forgetful, choosing its far keys (`retrieve`), or any other recipe."""
+    if (row["ratio"] or 1.0) > limit:
+        return ">"
+    if row["forgets"]:
+        return FORGETFUL_MARKER
+    return CHOOSING_MARKER if re.search(r"(^|[+=])retrieve\b", row["recipe"]) else MARKER
 
 
 def _limit(rows: Sequence[ComparedRecipe]) -> float:
@@ -80,11 +96,11 @@ def _draw_points(axes: Axes, rows: Sequence[ComparedRecipe]) -> list[tuple[float
         assert answers is not None and ratio is not None  # selected by the caller
         x, y = min(ratio, limit), answers["share"]
         colour = FRONT_COLOUR if row["front"] else OTHER_COLOUR
-        marker = ">" if ratio > limit else FORGETFUL_MARKER if row["forgets"] else MARKER
+        marker = choose_marker(row, limit)
         if answers["low"] is not None and answers["high"] is not None:
             axes.vlines(x, answers["low"], answers["high"], color=colour, linewidth=0.8, alpha=0.35, zorder=2)
         face = colour if row["front"] else "white"
-        size = 5.5 if row["front"] else 4.5
+        size = (5.5 if row["front"] else 4.5) - (marker == CHOOSING_MARKER)  # a diamond's diagonal is longer
         axes.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=size, zorder=4, clip_on=False)
         points.append((x, y))
     front = sorted(point for point, row in zip(points, rows, strict=True) if row["front"])

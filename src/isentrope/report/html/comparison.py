@@ -9,6 +9,7 @@ from pathlib import Path
 from isentrope.evaluation.frontier import COMPARISON_FILE, ComparisonBoard, build_board
 from isentrope.report.figures.frontier import draw_frontier
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
+from isentrope.report.load import find_result_folders
 from isentrope.report.tables.comparison import (
     COST,
     Column,
@@ -27,9 +28,8 @@ CAPTION = (
 
 
 def find_comparison_folders(folder: Path) -> list[Path]:
-    """Find folders that `isentrope compare` wrote: the folder itself, or its subfolders by name."""
-    here = [folder] if (folder / COMPARISON_FILE).is_file() else []
-    return here or sorted(path.parent for path in folder.glob(f"*/{COMPARISON_FILE}"))
+    """Find folders that `isentrope compare` wrote: the folder itself, or those below it."""
+    return find_result_folders(folder, COMPARISON_FILE)
 
 
 def read_comparison_title(folder: Path) -> str:

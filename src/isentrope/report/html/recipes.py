@@ -11,6 +11,7 @@ from isentrope.evaluation.results import read_results
 from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.html.fragments import MIME_TYPES, render_details, render_figure, render_table
+from isentrope.report.load import find_result_folders
 from isentrope.report.tables.leaderboard import CAPTION, format_rows, summarize_ranking, write_leaderboard
 from isentrope.report.tables.retrieval import describe_retrieval, format_retrieval, read_retrieval
 from isentrope.utils.files import RERUN_REMEDY, read_fields
@@ -22,9 +23,8 @@ CAPTIONS = {
 
 
 def find_recipe_folders(folder: Path) -> list[Path]:
-    """Find folders with results of a plan for a causal model: the folder itself, or its subfolders by name."""
-    here = [folder] if (folder / "decoder.json").is_file() else []
-    return here or sorted(path.parent for path in folder.glob("*/decoder.json"))
+    """Find folders with results of a plan for a causal model: the folder itself, or those below it."""
+    return find_result_folders(folder, "decoder.json")
 
 
 def read_title(folder: Path) -> str:

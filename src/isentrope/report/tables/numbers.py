@@ -37,7 +37,10 @@ def format_change(x: float, metric: str = "acc") -> str:
 
 
 def format_perplexity(x: float) -> str:
-    return f"{x:.3g}" if x >= 100 else f"{x:.2f}"
+    """Format a perplexity: 12.34, 1,690, and from a million on 2.5e6."""
+    if x < 100:
+        return f"{x:.2f}"
+    return f"{x:,.0f}" if x < 1e6 else format_number(x, "ppl")
 
 
 def format_length(n: int) -> str:
