@@ -28,7 +28,8 @@ demo: $(READY)  ## a Llama at 16 times its length, plain and extended; then whic
 
 test: $(READY)  ## every test that runs on this machine
 	@# one thread a worker: two workers with two threads each wait for each other
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py
 	@$(MAKE) --no-print-directory docs

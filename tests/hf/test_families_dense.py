@@ -21,6 +21,7 @@ from tests.fixtures.dense import (
 )
 from tests.fixtures.families import FAMILIES, LONG, ROTATING, STREAM, close, logits
 from tests.fixtures.models import tokens
+from tests.fixtures.turns import in_turns
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -34,8 +35,7 @@ def test_the_oracle_is_the_model(name):
         close(logits(oracle, tokens(1, LONG)).float(), expected, 1e-4)
 
 
-@pytest.mark.parametrize("text", POSITIONS)
-@pytest.mark.parametrize("name", ROTATING)
+@pytest.mark.parametrize(("name", "text"), in_turns(ROTATING, list(POSITIONS), 2))
 def test_position_recipes_match_dense(name, text):
     against_dense(name, text, POSITIONS[text])
 
@@ -49,8 +49,7 @@ def test_position_recipe_reaches_windowed_layers_where_there_are_no_others():
         assert (logits(model, ids) - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
-@pytest.mark.parametrize("text", OTHERS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "text"), in_turns(FAMILIES, list(OTHERS), 2))
 def test_temperatures_and_windows_match_dense(name, text):
     against_dense(name, text, OTHERS[text])
 
