@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs fuzz lint format bench clean
+.PHONY: check-results demo test docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -44,6 +44,9 @@ docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
+
+check-results: $(READY)  ## recompute the numbers of the results pages from the raw files beside them
+	$(BIN)/python docs/results/check.py
 
 lint: $(READY)  ## style, types and workflows
 	$(BIN)/ruff check .
