@@ -41,6 +41,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 HASHES = HERE / "hashes.json"
 RAW_FILES = ("results.jsonl", "plan.json", "perplexity.json", "retrieval.json", "calibrate.json")
+RECORD = "measured anew? record it: python docs/results/check.py --write"
 PAGES = ("docs/results/README.md", "docs/results/share/README.md", "docs/laws.md", "README.md")
 BLOCK = re.compile(r"(<!-- numbers: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.S)
 VARIANTS = ("plain", "C.S.", "I.S.", "both")
@@ -78,9 +79,9 @@ def check_hashes(write: bool) -> Iterator[str]:
     known = json.loads(HASHES.read_text(encoding="utf-8"))
     for name in sorted(known.keys() | files.keys()):
         if name not in files or name not in known:
-            yield f"{name}: {'missing' if name not in files else 'not in hashes.json'}"
+            yield f"{name}: {'missing' if name not in files else 'not in hashes.json'}; {RECORD}"
         elif files[name] != known[name]:
-            yield f"{name}: changed since its hash was recorded"
+            yield f"{name}: changed since its hash was recorded; {RECORD}"
 
 
 def list_plans() -> list[Path]:

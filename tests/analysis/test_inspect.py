@@ -302,6 +302,16 @@ def test_llama_from_the_command_line(tmp_path, recipe):
     assert data["uniform"][2][0] < log(100) - 0.9  # half of the keys are ahead
 
 
+def test_several_recipes_have_one_table_and_one_page(tmp_path):
+    folder, text = saved(tmp_path, llama())
+    words = ("--lengths", "32,1.5x", "--recipe", "plain", "--recipe", "rerope:window=16", "--out", tmp_path / "out")
+    result = command(folder, "--data", text, *words)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"plain +\d", result.stdout) and re.search(r"rerope:window=16 +\d", result.stdout)
+    page = (tmp_path / "out" / "inspect.html").read_text()
+    assert "<h2>plain</h2>" in page and "<h2>rerope:window=16</h2>" in page and page.count("<figure>") == 10
+
+
 def test_a_model_that_was_saved_extended(tmp_path):
     folder, _ = saved(tmp_path, ise.extend(llama(), "rerope:window=16"))
     assert str(looking.get_recipe(looking.load_model(folder, None, "cpu"))) == "rerope:window=16"

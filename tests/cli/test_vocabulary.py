@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -13,6 +14,13 @@ from isentrope.cli import app
 from isentrope.cli.lengths import resolve_lengths
 from isentrope.cli.options import join_data, name_recipe, name_results, prefer_new
 from isentrope.cli.output import Output
+from isentrope.data.corpus import Document
+from isentrope.data.partition import split_held_out
+from isentrope.evaluation.texts import tokenize_documents
+from isentrope.report.figures.frontier import choose_marker
+from isentrope.report.load import find_result_folders
+from isentrope.report.tables.numbers import format_perplexity
+from isentrope.training.trainer import choose_interval
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import llama, tokens
 
@@ -116,3 +124,49 @@ def test_json_is_alone_on_stdout(capsys):
     result = run("report", Path(__file__).parent, "--json")
     assert_one_line(result)
     assert result.stdout == ""  # an error leaves it empty
+
+
+def test_perplexities_are_never_powers_of_ten_below_a_million():
+    assert [format_perplexity(x) for x in (9.876, 123.4, 1690.2, 2.5e6)] == ["9.88", "123", "1,690", "2.5e6"]
+
+
+def test_validation_takes_place_a_few_times_in_a_short_run():
+    assert [choose_interval(steps) for steps in (1, 4, 60, 400, 1000, 4500)] == [1, 1, 15, 50, 50, 225]
+
+
+def test_raw_text_is_prepared_elsewhere(tmp_path):
+    (tmp_path / "book.txt").write_text("words")
+    result = run("train", "--data", tmp_path, "--out", tmp_path / "run")
+    assert_one_line(result, f"isentrope data prepare {tmp_path} --out {tmp_path}-prepared, then use")
+    result = run("train", "--data", tmp_path / "book.txt", "--out", tmp_path / "run")
+    assert_one_line(result, f"--out {tmp_path / 'book-prepared'}")
+    assert_one_line(run("train", "--out", tmp_path / "run"), "data: expected a corpus, got none")
+
+
+def test_short_texts_are_counted_in_tokens():
+    def tokenize(text, **options):
+        return {"input_ids": list(range(len(text) // 4))}
+
+    documents = [Document("a", "x" * 400), Document("b", "x" * 40)]
+    with pytest.raises(ValueError, match=r"8192 tokens or more, got none: the longest of 2 has 100 tokens; choose"):
+        tokenize_documents(documents, lambda: tokenize, 8192, 2)
+
+
+def test_a_number_of_test_documents_is_suggested():
+    with pytest.raises(ValueError, match=r"6 documents held out.* got 10; try --test 2"):
+        split_held_out(np.eye(6), range(6))
+
+
+def test_markers_of_the_frontier_say_what_a_recipe_sees():
+    row = {"ratio": 1.0, "forgets": False, "recipe": "rerope:window=64+retrieve:blocks=4"}
+    assert choose_marker(row, 2) == "D" and choose_marker(row | {"recipe": "rerope:window=64"}, 2) == "o"
+    assert choose_marker(row | {"forgets": True}, 2) == "s" and choose_marker(row | {"ratio": 3.0}, 2) == ">"
+
+
+def test_results_are_looked_for_in_folders_below(tmp_path):
+    for name in ("a/plan.json", "evaluate/b/plan.json", "checkpoints/c/plan.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    assert find_result_folders(tmp_path, "plan.json") == [tmp_path / "a", tmp_path / "evaluate" / "b"]
+    assert find_result_folders(tmp_path / "a", "plan.json") == [tmp_path / "a"]
+    assert find_result_folders(tmp_path / "none", "plan.json") == []

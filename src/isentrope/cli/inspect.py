@@ -85,9 +85,10 @@ def inspect(
     given = load_text(expand_paths(texts), model, tokens[-1], gguf_file)  # checked before a model is loaded
     with Output(as_json) as output:
         models = load_models(model, recipes, device, dtype, gguf_file)
+        files: list[Path] = []
         for folder, loaded in zip(folders, models, strict=True):
             results = measure_attention(loaded, model, given, config, folder)
             output.append("inspections", read_json(results, RERUN_REMEDY))
-            output.add_files([results, *draw_inspection(folder)])
+            files += [results, *draw_inspection(folder)]
         output.print(build_inspection_table(folders))
-        output.add_files([write_inspection_page(folders, out)])
+        output.add_files([*files, write_inspection_page(folders, out)])
