@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from io import StringIO
-from math import exp
+from math import exp, log
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from isentrope.cli import app
 from isentrope.evaluation import perplexity
 from isentrope.evaluation.evaluate import choose_edges, parse_length, usual_recipes
 from isentrope.evaluation.loading import load_tokenizer
-from isentrope.evaluation.ranking import rank_recipes, select_best
+from isentrope.evaluation.ranking import choose_best, finds_fewer, forgets, rank_recipes
 from isentrope.evaluation.recipe_texts import check_recipes
 from isentrope.experiments.causal_plan import plan_causal_evaluation
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
@@ -34,6 +34,12 @@ def evaluate(*words):
     return CliRunner().invoke(app, ["evaluate", *map(str, words)])
 
 
+def chosen(board):
+    """The first row that does no harm and sees all of the text."""
+    harmless = (row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    return next(row for row in harmless if not forgets(row["recipe"]))
+
+
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
@@ -41,6 +47,7 @@ def evaluated(tmp_path_factory):
     for name in "ab":
         (folder / "texts" / f"{name}.txt").write_text(f"def {name}(x):\n    return x + 1  # and so on\n\n\n" * 9)
     words = (SHIPPED_MODELS / "llama", "--data", folder / "texts", "--length", "1.25x", "--out", folder / "out")
+    words += ("--no-retrieval",)
     return folder, words, evaluate(*words, "--save", folder / "saved")
 
 
@@ -52,9 +59,11 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
     assert board["edges"] == [0, 128, 256, 320] and board["texts"] == 2
     assert {row["recipe"] for row in board["rows"]} == {"plain", *usual_recipes(256, 320)}
     plain = next(row for row in board["rows"] if row["recipe"] == "plain")
-    row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    row = chosen(board)
     ratios = f"{row['perplexity'][-1] / plain['perplexity'][-1]:.3g} of plain's", f"{row['ratio']:.3f} of its"
-    assert f"best: {row['recipe']}: " in result.stdout and all(words in result.stdout for words in ratios)
+    assert f": {row['recipe']}: perplexity" in result.stdout and all(words in result.stdout for words in ratios)
+    assert f"estimate: {2 * len(board['rows'])} passes of 320 tokens, about" in result.stderr
+    assert board["rows"][0]["difference"] is None and board["rows"][1]["difference"]["low"] is not None
     assert any((other["inside"] or 0) > 0.5 for other in board["rows"])
     for other in board["rows"]:
         lost = f"{other['recipe']}: {other['inside'] or 0:+.2f} % of perplexity inside" in result.stdout
@@ -76,7 +85,8 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
     monkeypatch.setattr(recipes, "write_leaderboard", lambda folder: [])
     monkeypatch.setattr(recipes, "draw_perplexity", lambda results: [])
     again = evaluate(*words, "--recipe", "infoscale", "--recipe", "rerope:window=128", "--save", tmp_path / "saved")
-    assert again.exit_code == 0 and "best: rerope:window=128: " in again.stdout, again.output
+    assert again.exit_code == 0 and "saving with rerope:window=128" in again.stderr, again.output
+    assert "estimate: 0 passes" in again.stderr
     assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
     assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
@@ -85,15 +95,31 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
 def test_a_saved_model_is_measured_under_its_own_recipe(evaluated, tmp_path):
     folder = evaluated[0]
     board = json.loads((folder / "out" / "shipped-llama-320" / "leaderboard.json").read_text())
-    row = next(row for row in board["rows"] if row["inside"] is not None and row["inside"] <= 0.5)
+    row = chosen(board)
     saved, text = str(folder / "saved"), str(folder / "texts")
     words = f"perplexity {saved} --data {text} --edges 0,128,256,320 --out {tmp_path} --recipe"
     assert CliRunner().invoke(app, [*words.split(), "plain"]).exit_code == 0
     data = json.loads((tmp_path / "perplexity.json").read_text())
     assert data["rows"][0]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
-    assert_one_line(CliRunner().invoke(app, [*words.split(), "infoscale"]), "already extended with")
-    words = ["calibrate", saved, "--data", text, "--length", "320"]
-    assert_one_line(CliRunner().invoke(app, words), "already extended with")
+    original = ("already extended with", "; evaluate the original folder llama")
+    assert_one_line(CliRunner().invoke(app, [*words.split(), "infoscale"]), *original)
+    assert_one_line(CliRunner().invoke(app, ["calibrate", saved, "--data", text, "--length", "320"]), *original)
+    assert_one_line(evaluate(saved, "--data", text, "--length", "320"), *original)
+    retrieval = ["retrieval", saved, "--recipe", "infoscale", "--lengths", "320"]
+    assert_one_line(CliRunner().invoke(app, retrieval), *original)
+
+
+def test_passkeys_are_hidden_in_the_text_by_default(evaluated, tmp_path):
+    text = evaluated[0] / "texts" / "a.txt"
+    words = (SHIPPED_MODELS / "llama", "--data", text, "--recipe", "auto", "--out", tmp_path)
+    result = evaluate(*words, "--length", "320")
+    assert result.exit_code == 0 and "estimate: 14 passes of 320 tokens" in result.stderr, result.output
+    data = json.loads((tmp_path / "shipped-llama-320" / "retrieval.json").read_text())
+    assert data["config"]["recipes"] == ["plain", "rerope:window=128+share"] and len(data["cells"]) == 12
+    assert re.search(r"\d / 6 \(", result.stdout)
+    short = evaluate(*words, "--length", "270")
+    assert "passkeys left out: lengths: expected" in short.stderr and "/ 6" not in short.stdout, short.output
+    assert_one_line(evaluate(*words, "--length", "270", "--retrieval"), "lengths: expected")
 
 
 def test_all_columns_are_shown_in_a_narrow_terminal(evaluated, monkeypatch):
@@ -152,7 +178,7 @@ def test_usual_recipes_that_a_model_refuses_are_left_out(rows, tmp_path):
 def test_learned_positions_end(rows, tmp_path):
     config = GPT2Config(vocab_size=97, n_positions=64, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    result = evaluate(tmp_path / "model", "--data", rows, "--length", 80, "--out", tmp_path)
+    result = evaluate(tmp_path / "model", "--data", rows, "--length", 80, "--out", tmp_path, "--no-retrieval")
     assert_one_line(result, "gpt2: expected a model that can read 80 tokens, got 64 learned positions")
 
 
@@ -175,14 +201,25 @@ def test_lengths_and_their_buckets(rows, tmp_path):
     decoder = {"model": str(tmp_path), "dtype": "float32", "gguf_file": None}
     plan = plan_causal_evaluation(decoder, llama().config, [str(rows)], ["infoscale"], "2x", passkeys=True)
     assert plan.retrieval.recipes == plan.perplexity.recipes == ("plain", "infoscale")
-    assert plan.retrieval.tasks == ("passkey",) and plan.retrieval.lengths == (128,)
+    assert plan.retrieval.tasks == ("passkey",) and plan.retrieval.lengths == (128,) and not plan.optional_retrieval
+    assert plan.fillers == {plan.retrieval.fillers[0]: (rows,)}
+    assert plan_causal_evaluation(decoder, llama().config, [str(rows)], [], "2x").optional_retrieval
+    assert plan_causal_evaluation(decoder, llama().config, [str(rows)], [], "2x", passkeys=False).retrieval is None
+    plan_for_auto = plan_causal_evaluation(decoder, llama().config, [str(rows)], ["auto"], "2x")
+    assert plan_for_auto.perplexity.recipes == ("plain", "rerope:window=32+share")
     assert plan.decoder == {"model": str(tmp_path), "dtype": "float32"} and not plan.skip_unsupported
+
+
+def losses(last):
+    """Sums over two buckets of 15 and 16 tokens, whose perplexity in the second is `last`."""
+    return [15 * log(4.0), 16 * log(last)]
 
 
 def test_the_verdict(tmp_path):
     """Perplexities at the end: plain 50; a window 10; all of the text seen 20; one that costs too much inside, 5."""
-    last = {"plain": 50.0, "sink:size=8": 10.0, "rerope:window=8": 20.0, "yarn:factor=2": 5.0, "few": 1.0}
+    last = {"plain": 50.0, "sink:size=8": 10.0, "rerope:window=8": 20.0, "yarn:factor=2": 5.0, "few": 1.0, "rerope": 21}
     cost = {"plain": None, "yarn:factor=2": 3.0}
+    spread = {"a": 1.0, "b": 1.5}  # of texts, the same for all recipes but the last
     data = {
         "model": {"name": "m"},
         "train_length": 16,
@@ -190,19 +227,65 @@ def test_the_verdict(tmp_path):
         "texts": [{"sha256": "a"}, {"sha256": "b"}],
         "rows": [{"recipe": r, "texts": 2 - (r == "few"), "perplexity": [4.0, x]} for r, x in last.items()],
         "inside": [{"recipe": r, "percent": cost.get(r, 0.1)} for r in last if r != "plain"],
-        "cells": [{"recipe": r, "text": "a", "seconds": 1.0} for r in last],
+        "cells": [
+            {"recipe": r, "text": text, "seconds": 1.0, "loss": losses(x if r == "rerope" else x * factor)}
+            for r, x in last.items()
+            for text, factor in spread.items()
+        ],
     }
     (tmp_path / "perplexity.json").write_text(json.dumps(data))
-    assert select_best(rank_recipes(tmp_path), last) == "sink:size=8"
-    assert select_best(rank_recipes(tmp_path), ["plain", "yarn:factor=2"]) is None
-    told = leaderboard.summarize_ranking(tmp_path, last, ["sink:size=8"])
-    assert "best: sink:size=8: perplexity 10.00 at 16–32, 0.2 of plain's 50.00" in told[0].plain
-    assert "2.500 of its 4.00" in told[0].plain and "the whole text: rerope:window=8: " in told[1].plain
-    assert [(line.plain[:21], line.style) for line in told[2:]] == [("yarn:factor=2: +3.00 ", "red")]
+    board, window = rank_recipes(tmp_path), ["sink:size=8"]
+    assert choose_best(board, last).recipe == "sink:size=8"
+    assert choose_best(board, last, window) == ("rerope:window=8", ("rerope",), ())
+    assert choose_best(board, ["plain", "rerope:window=8"]) == ("rerope:window=8", (), ())
+    assert choose_best(board, ["plain", "yarn:factor=2"]) is None
+    differences = {row["recipe"]: row["difference"] for row in board["rows"]}
+    assert differences["plain"]["low"] == pytest.approx(4900) and differences["plain"]["high"] == pytest.approx(4900)
+    said = leaderboard.summarize_ranking(tmp_path, last, window)
+    assert "chosen: rerope:window=8: perplexity 20.00 at 16–32, 0.4 of plain's 50.00" in said[0].plain
+    assert "not distinguishable from rerope by a 95 % interval, paired over 2 texts" in said[0].plain
+    assert said[1].plain.startswith("sink:size=8: perplexity 10.00, lower, but it forgets")
+    assert [(line.plain[:21], line.style) for line in said[2:]] == [("yarn:factor=2: +3.00 ", "red")]
+    alone = leaderboard.summarize_ranking(tmp_path, ["plain", "rerope:window=8"])
+    assert alone[0].plain.startswith("best: rerope:window=8: ") and "5.000 of its 4.00" in alone[0].plain
     assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
     shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()
+
+
+def test_passkeys_decide_where_they_differ(tmp_path):
+    found = {"rerope:window=8": [0, 0, 0, 0, 0, 1], "selfextend:window=8": [1, 1, 1, 1, 0, 1], "plain": [0] * 6}
+    last = {"rerope:window=8": 9.0, "selfextend:window=8": 10.0, "plain": 50.0}
+    data = {
+        "model": {"name": "m"},
+        "train_length": 16,
+        "config": {"edges": [0, 16, 32]},
+        "texts": [{"sha256": "a"}],
+        "rows": [{"recipe": r, "texts": 1, "perplexity": [4.0, x]} for r, x in last.items()],
+        "inside": [{"recipe": r, "percent": 0.1} for r in last if r != "plain"],
+        "cells": [{"recipe": r, "text": "a", "seconds": 1.0, "loss": losses(x)} for r, x in last.items()],
+    }
+    (tmp_path / "perplexity.json").write_text(json.dumps(data))
+    cells = [
+        {"recipe": r, "task": "passkey", "length": 32, "depth": depth, "filler": "text", "examples": [{"recalled": x}]}
+        for r, scores in found.items()
+        for depth, x in enumerate(scores)
+    ]
+    rows = [
+        {"recipe": r, "task": "passkey", "length": 32, "recalled": sum(x) / 6, "likeliest": 0} for r, x in found.items()
+    ]
+    config = {"score": "forced", "lengths": [32]}
+    (tmp_path / "retrieval.json").write_text(json.dumps({"config": config, "rows": rows, "cells": cells}))
+    board = rank_recipes(tmp_path)
+    assert choose_best(board, last) == ("selfextend:window=8", (), ("rerope:window=8",))
+    ranked = {row["recipe"]: row for row in board["rows"]}
+    assert not finds_fewer(ranked["selfextend:window=8"], ranked["rerope:window=8"])
+    assert not finds_fewer(ranked["plain"], ranked["rerope:window=8"])  # one more may be chance
+    heads, lines = leaderboard.format_rows(board)
+    assert dict(zip(heads, lines[1], strict=True))["passkey 32"] == "5 / 6 (44–97 %)"
+    assert dict(zip(heads, lines[1], strict=True))["above"] == "+11.1 %"  # no interval of one text
+    assert "left out for fewer passkeys" in leaderboard.summarize_ranking(tmp_path, last)[0].plain
 
 
 def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():

@@ -33,8 +33,8 @@ retrieval:
   depths: [50]
   examples: 1
   texts: {modules: modules.jsonl, repetitive: null}
-  recipes: ["rerope:window=16", "notknown:size=4"]
-recipes: [plain, "rerope:window=16", "notknown:size=4", "window:size=32"]
+  recipes: ["rerope:window=16", "cosine:alpha=4"]
+recipes: [plain, "rerope:window=16", "cosine:alpha=4", "window:size=32"]
 """
 
 
@@ -58,9 +58,15 @@ def run(folder):
     return invoke(folder)
 
 
+def test_a_misspelt_recipe_is_refused_before_any_work(tmp_path):
+    (tmp_path / "small.yaml").write_text(PLAN.replace("window:size=32", "windw:size=32"))
+    assert_one_line(invoke(tmp_path), "unknown part 'windw'; did you mean 'window'?")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_comparison_from_the_command_line(folder, run):
     assert run.exit_code == 0, run.output
-    assert re.search(r"LEFT OUT notknown:size=4: recipe: unknown part 'notknown'.*\n", run.output)
+    assert re.search(r"LEFT OUT cosine:alpha=4: llama: was not trained with cosine.*\n", run.output)
     assert "complete" in run.output.splitlines()[-1] or "complete\n" in run.stderr
     out = folder / "out" / "small"
     board = json.loads((out / "leaderboard.json").read_text())
@@ -72,11 +78,11 @@ def test_a_comparison_from_the_command_line(folder, run):
     assert rows["rerope:window=16"]["retrieved"]["count"] == 2 and rows["rerope:window=16"]["front"]
     assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3 and rows["plain"]["inside"] is None
     assert rows["window:size=32"]["forgets"] and rows["rerope:window=16"]["inside"] != 0
-    assert "notknown:size=4" in board["left_out"]
+    assert "cosine:alpha=4" in board["left_out"]
     for name in ("leaderboard.md", "frontier.png", "frontier.svg", "report.html"):
         assert (out / name).stat().st_size
     page = (out / "report.html").read_text()
-    assert "notknown" in page and "430" in page and page.count("<tfoot>") == 1
+    assert "cosine" in page and "430" in page and page.count("<tfoot>") == 1
 
 
 def test_what_is_measured_is_kept(folder, run, monkeypatch):
@@ -92,7 +98,7 @@ def test_what_is_measured_is_kept(folder, run, monkeypatch):
 
 
 def test_breadth_comes_first_and_the_time_is_kept(folder, tmp_path):
-    plan = load_comparison(folder / "small.yaml").select("perplexity", without=["rerope", "notknown"])
+    plan = load_comparison(folder / "small.yaml").select("perplexity", without=["rerope", "cosine"])
     lines = []
     assert not run_comparison(plan, LLAMA, folder, tmp_path, seconds=0, notify=lines.append)
     assert "run again to resume" in lines[-1] and not (tmp_path / "small" / "modules").exists()
@@ -127,8 +133,8 @@ def test_a_recipe_that_fails_does_not_end_the_others(folder, tmp_path, monkeypat
         ("documents: 2", "documents: two", "documents"),
         ("ceiling:", "celing:", "unknown key 'celing'"),
         ("[passkey]", "[passkee]", "passkee"),
-        ('recipes: ["rerope:window=16", "notknown:size=4"]', 'recipes: ["rerope:window=8"]', "some of the plan's"),
-        ('"notknown:size=4", "window', 'plain, "window', "each once"),
+        ('recipes: ["rerope:window=16", "cosine:alpha=4"]', 'recipes: ["rerope:window=8"]', "some of the plan's"),
+        ('"cosine:alpha=4", "window', 'plain, "window', "each once"),
     ],
 )
 def test_mistakes_in_a_plan(tmp_path, before, after, words):

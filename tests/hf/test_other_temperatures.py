@@ -72,7 +72,7 @@ def test_models_are_trained_with_scale_invariant_attention():
 
 
 @pytest.mark.parametrize("law", ["logn:train_length=16,count=sequence", "adaptive", "ssmax:heads=4"])
-@pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning", "ignore:.*was trained at 64:UserWarning")
 def test_all_keys_of_a_windowed_layer_are_near(law):
     """Inside the window of the position method every key is near, in layers with a window of their own too."""
     ids = tokens(1, 80)

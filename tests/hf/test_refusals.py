@@ -283,7 +283,7 @@ def test_extended_inside():
     refused(model, "infoscale", "inside it is already extended")
 
 
-@pytest.mark.parametrize("call", [ise.restore, ise.describe, ise.StreamingCache])
+@pytest.mark.parametrize("call", [ise.restore, ise.StreamingCache])
 def test_not_extended(call):
     with pytest.raises(ValueError, match="not extended"):
         call(llama())

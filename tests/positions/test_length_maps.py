@@ -103,10 +103,10 @@ def test_what_excludes_each_other(make, message):
 def test_describe_says_which_length_distances_are_for():
     model = ise.extend(llama(), "selfextend:window=16")
     page = str(ise.describe(model))
-    assert "selfextend:window=16,train_length=64" in page and "in a row of 1048577 keys" in page
+    assert "selfextend:window=16,train_length=64" in page and "in a row of 1024 keys" in page
     ise.restore(model)
     frozen = ise.describe(ise.extend(model, "selfextend:window=16,reach=1,length=112")).layers[0]
-    assert frozen.row_length is None and frozen.distances[:2] == (1, 64 // 2 + 16 - 8)
+    assert frozen.rows == () and frozen.distances[:2] == (1, 64 // 2 + 16 - 8)
     ise.restore(model)
     with pytest.raises(ValueError, match="use a window of at most 47"):
         ise.extend(model, "selfextend:window=64")

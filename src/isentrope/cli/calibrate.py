@@ -91,7 +91,14 @@ def calibrate(
     from isentrope.calibration.calibrate import fit_laws
     from isentrope.calibration.config import CalibrationConfig
     from isentrope.calibration.select import split_texts
-    from isentrope.evaluation.loading import check_save_folder, load_on_device, load_tokenizer, save_extended
+    from isentrope.evaluation.loading import (
+        check_not_extended,
+        check_save_folder,
+        load_on_device,
+        load_tokenizer,
+        resolve_auto_for,
+        save_extended,
+    )
     from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw_calibration
@@ -102,7 +109,7 @@ def calibrate(
     out = out or name_results("calibrate", model, f"{tokens}-{name_recipe(recipe)}", gguf_file)
     config = CalibrationConfig.parse(
         tokens,
-        recipe,
+        resolve_auto_for(model, [recipe], tokens, gguf_file)[0],
         windows=windows,
         factors=factors,
         levels=levels,
@@ -112,6 +119,8 @@ def calibrate(
         with_retrieval=with_retrieval,
     )
     check_save_folder(save)
+    if gguf_file is None:
+        check_not_extended(model, ["a law"])  # one is fitted to the plain model
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, tokens, documents)
     split_texts(documents_read, tokens, seed)  # checked before a model is loaded

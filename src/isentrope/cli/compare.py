@@ -43,6 +43,8 @@ def compare(
     isentrope compare docs/results/frontier/smollm2-32k.yaml --model SmolLM2-135M-Instruct --data texts --seconds 150
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are forked
+    from isentrope.evaluation.loading import check_not_extended
+    from isentrope.evaluation.recipe_texts import check_recipes
     from isentrope.experiments.comparison_plan import PARTS, load_comparison
     from isentrope.experiments.comparison_runner import run_comparison
     from isentrope.report.html.comparison import write_comparison
@@ -51,6 +53,8 @@ def compare(
     if only not in (None, *PARTS):
         raise ValueError(f"only: expected {' or '.join(PARTS)}, got {only!r}")
     narrowed = load_comparison(plan).select(only, kinds.split(",") if kinds else (), without or ())
+    check_recipes(narrowed.recipes)  # a misspelt one is refused before any work
+    check_not_extended(model, narrowed.recipes)
     disable_progress_bars()
     folder = out / narrowed.name
     data = prefer_new(data, texts, "--texts", "--data") or Path("texts")

@@ -71,6 +71,8 @@ def inspect(
     isentrope inspect MODEL --data book.txt --recipe plain --recipe rerope:window=4096+share --lengths 1x,4x
     """
     from isentrope.analysis.inspect import InspectConfig, load_models, load_text, measure_attention
+    from isentrope.evaluation.loading import resolve_auto_for
+    from isentrope.recipe.auto import is_auto
     from isentrope.report.figures.inspect import draw_inspection
     from isentrope.report.html.inspection import write_inspection_page
     from isentrope.report.tables.inspection import build_inspection_table
@@ -79,6 +81,8 @@ def inspect(
     tokens = resolve_lengths("lengths", lengths, model, gguf_file)
     config = InspectConfig.parse(",".join(map(str, tokens)), region, inset, layer=layer)
     recipes = list(dict.fromkeys(recipe or ["plain"]))
+    if any(map(is_auto, recipes)):
+        recipes = list(resolve_auto_for(model, recipes, tokens[-1], gguf_file))
     out = out or name_results("inspect", model, tokens[-1], gguf_file)
     folders = [out] if len(recipes) == 1 else [out / name_recipe(text) for text in recipes]
     disable_progress_bars()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,7 @@ def perplexity(
 
     isentrope perplexity MODEL --data book.txt --recipe plain --recipe rerope:window=4096+infoscale --length 4x
     """
-    from isentrope.evaluation.loading import load_on_device
+    from isentrope.evaluation.loading import load_on_device, resolve_auto_for
     from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
     from isentrope.evaluation.results import list_failures, read_results
     from isentrope.evaluation.texts import load_texts
@@ -65,9 +66,10 @@ def perplexity(
     from isentrope.report.tables.perplexity import build_perplexity_table
 
     texts = require_data(data, more_data)
-    config = PerplexityConfig.parse(recipe, edges or _choose_edges(model, gguf_file, length))
+    config = PerplexityConfig.parse(["plain"], edges or _choose_edges(model, gguf_file, length))
     if edges and length:
         raise ValueError(f"edges, length: expected one of them, got {edges} and {length}")
+    config = replace(config, recipes=resolve_auto_for(model, recipe, config.length, gguf_file))
     out = out or name_results("perplexity", model, config.length, gguf_file)
     disable_progress_bars()
     # texts are checked before a model is loaded
@@ -78,7 +80,7 @@ def perplexity(
         output.add(**summarize_results(read_results(results, RERUN_REMEDY)))
         output.print(build_perplexity_table(results))
         output.add_files([results, *draw_perplexity(results)])
-        exit_if_failed(list_failures(results, recipe), results)
+        exit_if_failed(list_failures(results, config.recipes), results)
 
 
 def _choose_edges(model: str, gguf_file: str | None, length: str | None) -> str:

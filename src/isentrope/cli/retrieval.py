@@ -86,7 +86,7 @@ def retrieval(
     """
     from isentrope.data.tasks import SENTENCES, load_fillers, parse_fillers
     from isentrope.data.tasks.fillers import TEXT
-    from isentrope.evaluation.loading import load_on_device, load_tokenizer
+    from isentrope.evaluation.loading import load_on_device, load_tokenizer, resolve_auto_for
     from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.results import list_failures, read_results
     from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
@@ -101,7 +101,7 @@ def retrieval(
     tokens = resolve_lengths("lengths", lengths, model, gguf_file)
     out = out or name_results("retrieval", model, max(tokens), gguf_file)
     config = RetrievalConfig.parse(
-        recipe,
+        resolve_auto_for(model, recipe, max(tokens), gguf_file),
         tasks,
         ",".join(map(str, tokens)),
         depths,

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.data.tasks import SENTENCES, Haystack, load_filler
+from isentrope.evaluation.cost import estimate_cost
 from isentrope.evaluation.loading import as_model, get_model_name, keep_mode, load_tokenizer, read_causal_config
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.prompts import PromptFormat
-from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, forgets, rank_recipes, select_best
+from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, choose_best, forgets, rank_recipes
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import list_failures, write_results
 from isentrope.evaluation.retrieval import RetrievalConfig, check_retrieval, measure_retrieval
-from isentrope.evaluation.texts import Text, TextInput, collect_texts
+from isentrope.evaluation.texts import Text, TextInput, collect_texts, iterate_documents
+from isentrope.hf.auto import resolve_auto
 from isentrope.hf.layer_plan import read_train_length
+from isentrope.recipe import auto
 
 Notify = Callable[[str], None]
+PASSKEY_DEPTHS = (0, 20, 40, 60, 80, 100)  # percent of the text before a passkey; one at each
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Comparison:
         perplexity: recipes and buckets of positions.
         retrieval: tasks and lengths; None for none.
         skip_unsupported: leave out recipes that the model cannot be extended with, instead of raising.
+        optional_retrieval: leave retrieval out where it cannot be measured, instead of raising.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Comparison:
     perplexity: PerplexityConfig
     retrieval: RetrievalConfig | None = None
     skip_unsupported: bool = False
+    optional_retrieval: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,16 +67,18 @@ class Evaluation:
     """The result of `evaluate`.
 
     Args:
-        recipe: the best recipe by `select_best`; `plain` where none is better than the model as it is.
+        recipe: the one that `choose_best` chooses; `plain` where none is better than the model as it is.
         leaderboard: all recipes, the lowest perplexity in the last bucket first.
         failures: why recipes have no numbers on some text, one line each.
         path: the folder with the results files; None where nothing was kept.
+        ties: recipes that cannot be told from the chosen one by a 95 % interval, paired over texts.
     """
 
     recipe: str
     leaderboard: Leaderboard
     failures: tuple[str, ...] = ()
     path: Path | None = None
+    ties: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[RankedRecipe]:
@@ -81,7 +91,7 @@ def evaluate(
     recipes: Sequence[str] = (),
     length: int | str = "4x",
     *,
-    retrieval: bool = False,
+    retrieval: bool | None = None,
     documents: int = 8,
     out: str | Path | None = None,
 ) -> Evaluation:
@@ -90,9 +100,10 @@ def evaluate(
     Args:
         model: a loaded transformers model, or a folder or a name on the hub.
         texts: files, folders, globs, strings of text, or lists of token ids.
-        recipes: texts of recipes, compared with the plain model; by default those worth trying on a rotary model.
+        recipes: texts of recipes, or "auto", compared with the plain model; by default those worth trying on a rotary
+            model. One that forgets text is measured, but never chosen.
         length: tokens read of each document; "4x" is four times the training length.
-        retrieval: also measure retrieval of passkeys at that length.
+        retrieval: also hide passkeys in the texts, at that length; by default where the model has a tokenizer.
         documents: at most this many, the first that are long enough.
         out: a folder for the results, from which the same call resumes; by default nothing is left on disk.
 
@@ -109,26 +120,83 @@ def evaluate(
     label = Path(name).name or config.model_type
     comparison = plan_comparison(config, label, recipes, length, retrieval)
     tokenized = collect_texts(texts, name, comparison.perplexity.length, documents)  # before a model is loaded
-    inputs = EvaluationInputs(tokenized, PromptFormat.from_tokenizer(load_tokenizer(name)) if retrieval else None)
+    comparison, inputs = prepare_inputs(
+        comparison, tokenized, lambda: load_tokenizer(name), lambda: _collect_haystack(texts)
+    )
     with TemporaryDirectory() as temporary, keep_mode(loaded := as_model(model)):
         folder = Path(temporary if out is None else out)
         used, failures = compare_recipes(loaded, label, inputs, comparison, folder)
         board = rank_recipes(folder)
-    best = select_best(board, used.perplexity.recipes) or PLAIN
-    return Evaluation(best, board, tuple(failures), None if out is None else folder)
+    recipes = used.perplexity.recipes
+    best = choose_best(board, recipes, [recipe for recipe in recipes if forgets(recipe)])
+    kept = None if out is None else folder
+    return Evaluation(best.recipe if best else PLAIN, board, tuple(failures), kept, best.ties if best else ())
+
+
+def _collect_haystack(texts: TextInput | Sequence[TextInput]) -> dict[str, Haystack]:
+    """Return the user's own texts as one to hide passkeys in."""
+    inputs = [texts] if isinstance(texts, Text) else texts
+    if not isinstance(inputs, str | Path) and any(isinstance(each, Text) for each in inputs):
+        raise ValueError("texts: expected text to hide passkeys in, got tokens alone")
+    contents = [document.text for document in iterate_documents(inputs)]
+    if None in contents:
+        raise ValueError("texts: expected text to hide passkeys in, got tokens alone")
+    haystack = Haystack.from_texts(content for content in contents if content is not None)
+    return {name_filler(haystack.sha256): haystack}
+
+
+def name_filler(identity: str) -> str:
+    """Return the name of the user's own text as a filler; other texts in the same folder of results have another."""
+    return f"text-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+def prepare_inputs(
+    comparison: Comparison,
+    texts: Sequence[Text],
+    make_tokenizer: Callable[[], Any],
+    make_haystacks: Callable[[], Mapping[str, Haystack]],
+    chat: bool | None = None,
+    notify: Notify = lambda line: None,
+) -> tuple[Comparison, EvaluationInputs]:
+    """Prepare what a model reads; retrieval that is optional is left out where there is no text or no tokenizer.
+
+    Args:
+        comparison: what is measured.
+        texts: for perplexity.
+        make_tokenizer: loads the model's tokenizer.
+        make_haystacks: loads the texts that answers are hidden in.
+        chat: as for `PromptFormat.from_tokenizer`.
+        notify: called with the reason where retrieval is left out.
+
+    Returns:
+        The comparison with the retrieval that is left, and the inputs.
+    """
+    if comparison.retrieval is None:
+        return comparison, EvaluationInputs(texts)
+    try:
+        haystacks = make_haystacks()
+        prompts = PromptFormat.from_tokenizer(make_tokenizer(), chat)
+        if comparison.optional_retrieval:
+            comparison = replace(comparison, retrieval=replace(comparison.retrieval, fillers=tuple(haystacks)))
+    except (ValueError, OSError) as error:
+        if not comparison.optional_retrieval:
+            raise
+        notify(f"passkeys left out: {error}")
+        return replace(comparison, retrieval=None), EvaluationInputs(texts)
+    return comparison, EvaluationInputs(texts, prompts, haystacks)
 
 
 def plan_comparison(
-    config: PreTrainedConfig, name: str, recipes: Sequence[str], length: int | str, passkeys: bool
+    config: PreTrainedConfig, name: str, recipes: Sequence[str], length: int | str, passkeys: bool | None
 ) -> Comparison:
     """Plan a comparison with the plain model, by the training length in a model's config.
 
     Args:
         config: the model's.
         name: what the results call it.
-        recipes: the usual ones where there are none.
+        recipes: the usual ones where there are none; `auto` is replaced by what it stands for.
         length: tokens, or as "4x" times the training length.
-        passkeys: whether passkeys are tested.
+        passkeys: whether passkeys are hidden in the texts; None where they can be.
     """
     text_config = config.get_text_config()
     # BLOOM and MPT name it otherwise
@@ -137,13 +205,16 @@ def plan_comparison(
     if trained is None or trained < 4:
         raise ValueError(f"model: expected a config that states the training length, got {trained} in {name}")
     tokens = parse_length(str(length), trained)
-    compared = tuple(dict.fromkeys((PLAIN, *(recipes or usual_recipes(trained, tokens)))))
+    chosen = resolve_auto(recipes, config, tokens) or usual_recipes(trained, tokens)
+    compared = tuple(dict.fromkeys((PLAIN, *chosen)))
+    retrieval = RetrievalConfig(compared, ("passkey",), (tokens,), PASSKEY_DEPTHS, 1, score="forced")
     return Comparison(
         name=name,
         title=f"{name} at {tokens} tokens",
         perplexity=PerplexityConfig(compared, choose_edges(trained, tokens)),
-        retrieval=RetrievalConfig(compared, ("passkey",), (tokens,), (0, 50, 100)) if passkeys else None,
+        retrieval=None if passkeys is False else retrieval,
         skip_unsupported=not recipes,
+        optional_retrieval=passkeys is None,
     )
 
 
@@ -157,6 +228,7 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
         f"yarn:factor={factor}+yarntemperature:factor={factor}",
         f"rerope:window={half}",
         f"rerope:window={half}+share",
+        f"rerope:window={half}+share+{auto.format_retrieve(trained)}",
         f"selfextend:window={half},group={group}",
         f"selfextend:window={half},group={group}+share",
         f"sink:sinks=4,size={max(1, trained - 4)}",
@@ -165,11 +237,8 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
 
 
 def parse_length(text: str, trained: int) -> int:
-    """Parse a number of tokens, or one such as 4x, times the training length."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)[x×](?:train)?|(\d+)", text.strip())
-    if match is None:
-        raise ValueError(f"length: expected tokens such as 8192, or 4x the training length, got {text!r}")
-    tokens = int(match[2]) if match[2] else int(float(match[1]) * trained)
+    """Parse a number of tokens beyond the training length, or one such as 4x, times that length."""
+    tokens = auto.parse_length(text, trained)
     if tokens <= trained:
         raise ValueError(f"length: expected more than the training length of {trained} tokens, got {tokens}")
     return tokens
@@ -206,7 +275,18 @@ def compare_recipes(
     comparison = keep_supported(comparison, model, notify)
     retrieval, prompts = comparison.retrieval, inputs.prompts
     if retrieval is not None and prompts is not None:  # refused before anything is measured
-        check_retrieval(model, prompts, inputs.haystacks, retrieval)
+        try:
+            check_retrieval(model, prompts, inputs.haystacks, retrieval)
+        except ValueError as error:
+            if not comparison.optional_retrieval:
+                raise
+            notify(f"passkeys left out: {error}")
+            retrieval, comparison = None, replace(comparison, retrieval=None)
+    notify(
+        estimate_cost(model, inputs.texts, comparison.perplexity, retrieval, folder).format(
+            comparison.perplexity.length
+        )
+    )
     recipes = comparison.perplexity.recipes
     path = measure_perplexity(model, name, inputs.texts, comparison.perplexity, folder)
     failures = list_failures(path, recipes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from transformers.utils.hub import cached_file
 
 from isentrope.evaluation.results import ModelRecord
+from isentrope.hf.auto import resolve_auto
 from isentrope.hf.extend import extend
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
@@ -29,9 +31,11 @@ from isentrope.pretrained import (
     resolve_model_device,
     resolve_model_name,
 )
-from isentrope.recipe import Recipe
+from isentrope.recipe import PLAIN, Recipe
+from isentrope.recipe.auto import is_auto
 from isentrope.utils.extras import require_package
 from isentrope.utils.files import write_atomically
+from isentrope.utils.messages import truncate
 
 
 @read_gguf_once()
@@ -81,6 +85,42 @@ def load_causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> Pr
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     return model
+
+
+def check_not_extended(name: str, recipes: Sequence[str]) -> None:
+    """Check, before any work, that recipes are not put on top of the one that a model was saved with.
+
+    Raises:
+        ValueError: the folder is of an extended model, and a recipe is not `plain`, which measures it as it is.
+    """
+    saved = read_config(resolve_model_name(name)).get(CONFIG_KEY)
+    if not isinstance(saved, dict) or all(recipe == PLAIN for recipe in recipes):
+        return
+    own = truncate(str(Recipe.from_dict(saved["recipe"])))
+    original = f" {saved['base']}" if saved.get("base") else " it was made from"
+    raise ValueError(
+        f"{name}: already extended with {own!r}; evaluate the original folder{original}, or this one with the recipe "
+        "'plain', which measures it as it is"
+    )
+
+
+def resolve_auto_for(name: str, recipes: Sequence[str], length: int, gguf_file: str | None = None) -> tuple[str, ...]:
+    """Replace `auto` among the recipes of a command by what it stands for; refuses a model that is extended already.
+
+    Args:
+        name: a causal model, a folder or a name on the hub.
+        recipes: texts of recipes.
+        length: the most tokens that the command reads.
+        gguf_file: a GGUF file in the folder.
+    """
+    if gguf_file is None:
+        check_not_extended(name, recipes)
+    if not any(map(is_auto, recipes)):
+        return tuple(recipes)
+    config = read_causal_config(name, gguf_file)
+    if config is None:
+        raise ValueError(f"recipe 'auto': expected a causal model, got GAU-α in {name}; name a recipe")
+    return resolve_auto(recipes, config, length)
 
 
 def load_on_device(
@@ -179,5 +219,7 @@ def save_extended(
         model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:
-            read_tokenizer(name, **options).save_pretrained(partial)
+            tokenizer = read_tokenizer(name, **options)
+            tokenizer.model_max_length = VERY_LARGE_INTEGER  # or truncation=True would cut text at the old length
+            tokenizer.save_pretrained(partial)
     return folder

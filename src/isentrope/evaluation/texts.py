@@ -106,7 +106,7 @@ def tokenize_documents(
                 continue
             if tokenizer is None:
                 tokenizer = make_tokenizer()
-            encoded = tokenizer(document.text, return_offsets_mapping=tokenizer.is_fast)
+            encoded = tokenizer(document.text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
             tokens = tuple(encoded["input_ids"])
             ends = _byte_ends(document.text, encoded["offset_mapping"][:length]) if tokenizer.is_fast else None
         most = max(most, len(tokens))

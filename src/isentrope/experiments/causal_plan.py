@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from isentrope.data.source import Source, find_text_files
 from isentrope.data.tasks import SENTENCES, expand_tasks, parse_fillers
 from isentrope.data.tasks.fillers import TEXT
-from isentrope.evaluation.evaluate import plan_comparison
+from isentrope.evaluation.evaluate import name_filler, plan_comparison
 from isentrope.evaluation.perplexity import PerplexityConfig
 from isentrope.evaluation.retrieval import RetrievalConfig
 from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
@@ -40,6 +40,7 @@ class CausalPlan:
         retrieval: Tasks and lengths; None for none.
         fillers: Files to hide needles in by the filler's name; None for built-in ones.
         skip_unsupported: Leave out recipes that the model cannot be extended with, instead of raising.
+        optional_retrieval: Leave retrieval out where it cannot be measured, instead of raising.
     """
 
     name: str
@@ -51,6 +52,7 @@ class CausalPlan:
     retrieval: RetrievalConfig | None
     fillers: dict[str, tuple[Path, ...] | None]
     skip_unsupported: bool = False
+    optional_retrieval: bool = False
 
 
 def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPlan:
@@ -111,7 +113,7 @@ def plan_causal_evaluation(
     recipes: Sequence[str],
     length: str,
     documents: int = DEFAULT_DOCUMENTS,
-    passkeys: bool = False,
+    passkeys: bool | None = None,
 ) -> CausalPlan:
     """Plan the comparison of one causal model as it is and under several recipes.
 
@@ -122,22 +124,26 @@ def plan_causal_evaluation(
         recipes: Texts of recipes; those of `usual_recipes` if empty.
         length: Tokens, or such as "4x" times the training length.
         documents: Documents read, at most.
-        passkeys: Also test the retrieval of passkeys at that length.
+        passkeys: Also test the retrieval of passkeys from the texts at that length; None where that is possible.
     """
     model, gguf_file = str(decoder["model"]), decoder.get("gguf_file")
     path = Path(os.path.abspath(Path(model).expanduser())) if Path(model).expanduser().is_dir() else Path(model)
     comparison = plan_comparison(config, path.name, recipes, length, passkeys)
     tokens = str(comparison.perplexity.length)
+    texts = tuple(file for location in data for file in find_text_files(location))
+    filler = name_filler(" ".join(f"{file.resolve()} {file.stat().st_size}" for file in texts))
+    retrieval = comparison.retrieval
     return CausalPlan(
         name="-".join((*path.parts[-2:], *([Path(gguf_file).stem] if gguf_file else []), tokens)).replace("/", ""),
         title=comparison.title,
         decoder={key: value for key, value in decoder.items() if value is not None} | {"model": str(path)},
-        texts=tuple(file for location in data for file in find_text_files(location)),
+        texts=texts,
         documents=documents,
         perplexity=comparison.perplexity,
-        retrieval=comparison.retrieval,
-        fillers={SENTENCES: None},
+        retrieval=None if retrieval is None else replace(retrieval, fillers=(filler,)),
+        fillers={filler: texts},
         skip_unsupported=comparison.skip_unsupported,
+        optional_retrieval=comparison.optional_retrieval,
     )
 
 

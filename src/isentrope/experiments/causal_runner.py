@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.data.tasks import load_fillers
-from isentrope.evaluation.evaluate import Comparison, EvaluationInputs, compare_recipes
+from isentrope.evaluation.evaluate import Comparison, compare_recipes, prepare_inputs
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import select_cells
-from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, list_failures, read_if_whole
 from isentrope.evaluation.texts import load_texts
 from isentrope.experiments.causal_plan import CausalPlan
@@ -24,11 +23,17 @@ def run_causal_plan(plan: CausalPlan, out: Path, notify: Callable[[str], None] =
         plan.texts, name, gguf_file, plan.perplexity.length, plan.documents
     )  # before the model's weights
     model = load_on_device(name, plan.decoder.get("device", "auto"), plan.decoder.get("dtype", "auto"), gguf_file)
-    inputs = EvaluationInputs(texts)
-    if plan.retrieval is not None:
-        prompts = PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file), plan.decoder.get("chat"))
-        inputs = EvaluationInputs(texts, prompts, load_fillers(plan.fillers))
-    comparison = Comparison(plan.name, plan.title, plan.perplexity, plan.retrieval, plan.skip_unsupported)
+    comparison = Comparison(
+        plan.name, plan.title, plan.perplexity, plan.retrieval, plan.skip_unsupported, plan.optional_retrieval
+    )
+    comparison, inputs = prepare_inputs(
+        comparison,
+        texts,
+        lambda: load_tokenizer(name, gguf_file),
+        lambda: load_fillers(plan.fillers),
+        plan.decoder.get("chat"),
+        notify,
+    )
     used, _ = compare_recipes(model, Path(name).name, inputs, comparison, out / plan.name, notify)
     return causal_plan_status(replace(plan, perplexity=used.perplexity, retrieval=used.retrieval), out)
 

@@ -1,4 +1,4 @@
-"""Describe what each layer of an extended model does, from the model itself."""
+"""Describe what each layer of a model does, extended or not, from the model itself."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region
 from isentrope.hf.card import shorten_recipe
-from isentrope.hf.extend import Extension, get_extension
-from isentrope.hf.introspection import LayerInfo
+from isentrope.hf.extend import Extension, find_extension, find_model
+from isentrope.hf.introspection import LayerInfo, introspect
 from isentrope.hf.layer import Layer, get_layer
+from isentrope.hf.layer_plan import plan_layers, read_train_length
+from isentrope.hf.layout_cache import LayoutCache
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
 from isentrope.recipe.layer_sets import group_indices
@@ -22,6 +24,10 @@ from isentrope.recipe.layer_sets import group_indices
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
 DEPTH = 1 << 20  # the position of a query deep in a text
+ROW_FACTORS = (2, 4, 16)  # times the training length: rows that distances are given for, where they depend on that
+DEFAULT_TRAIN_LENGTH = 8192  # where a config does not state one
+
+Distances = tuple[float | tuple[float, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,10 @@ class LayerDescription:
         far_bias: what a share law adds to the scores of far keys; None where there are none.
         far_keys: which far keys a query sees, where they are chosen; None where it sees all.
         distances: the rotary distance between a query deep in a text and a key that is `DISTANCES` behind; one for
-            each group of pairs where they differ, None where the key is not visible.
-        row_length: the keys of the row that `distances` are for, where they depend on that; else None.
+            each group of pairs where they differ, None where the key is not visible. Where they depend on the length of
+            the row, those of the last of `rows`.
+        rows: the keys of a few rows, by `ROW_FACTORS`, and how far keys are behind their last query with their
+            rotary distances, where these depend on the length of the row; else nothing.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
         other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
             page, each a name and a text.
@@ -49,19 +57,18 @@ class LayerDescription:
     mask: str
     cache: str
     tau: tuple[tuple[float, ...], ...] | None
-    distances: tuple[float | tuple[float, ...] | None, ...]
+    distances: Distances
     fastest: float | None
     slowest: float | None
     far_tau: tuple[tuple[float, ...], ...] | None = None
     far_bias: tuple[tuple[float, ...], ...] | None = None
     other_laws: tuple[tuple[str, str], ...] = ()
     far_keys: str | None = None
-    row_length: int | None = None
+    rows: tuple[tuple[int, tuple[int, ...], Distances], ...] = ()
 
     def __str__(self) -> str:
         waves = "no rotation" if self.fastest is None else f"wavelengths {self.fastest:.3g} … {self.slowest:.3g} tokens"
-        at = " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(DISTANCES, self.distances, strict=True))
-        at += "" if self.row_length is None else f" in a row of {self.row_length} keys"
+        at = [f"{_format_distances(behind, distances)} in a row of {n} keys" for n, behind, distances in self.rows]
         laws = {"τ at n": self.tau}
         if self.far_bias is not None and self.far_tau != self.tau:
             laws = {"near τ": self.tau, "far τ": self.far_tau}
@@ -70,7 +77,7 @@ class LayerDescription:
         return "\n".join(
             (
                 f"  position  {self.position}; {waves}; {self.cache} in the cache",
-                f"  distance  {at}",
+                *(f"  distance  {line}" for line in at or [_format_distances(DISTANCES, self.distances)]),
                 *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items() if values is not None),
                 *(f"  {name:8}  {text}" for name, text in self.other_laws),
                 f"  mask      {self.mask}",
@@ -81,14 +88,26 @@ class LayerDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """An extended model: its recipe and its layers. `str()` gives a readable page."""
+    """A model: its recipe and its layers. `str()` gives a readable page.
+
+    Attributes:
+        recipe: its text; "plain" for a model that is not extended.
+        reasons: why it was chosen, where it was `auto`.
+        train_length: tokens that the model was trained at; None where its config does not say.
+        is_extended: whether `isentrope.extend` was called on it.
+    """
 
     recipe: str
     model_type: str
     layers: tuple[LayerDescription, ...]
+    reasons: tuple[str, ...] = ()
+    train_length: int | None = None
+    is_extended: bool = True
 
     def __str__(self) -> str:
-        lines = [f"{self.model_type} under {shorten_recipe(self.recipe)}"]
+        state = f"under {shorten_recipe(self.recipe)}" if self.is_extended else "as it is, not extended"
+        trained = "" if self.train_length is None else f"; trained at {self.train_length} tokens"
+        lines = [f"{self.model_type} {state}{trained}", *(f"chosen    {reason}" for reason in self.reasons)]
         alike: dict[str, list[int]] = {}
         for layer in self.layers:
             alike.setdefault(str(layer), []).append(layer.index)
@@ -100,24 +119,37 @@ class Description:
 
 
 def describe(model: torch.nn.Module) -> Description:
-    """Describe what each layer of an extended model does now: angles, τ, mask, cache.
+    """Describe what each layer of a model does now: angles, τ, mask, cache; and why, where its recipe was `auto`.
 
     Args:
-        model: an extended model.
+        model: a transformers model, extended or not.
 
     Returns:
         A description whose `str()` is a readable page.
 
     Raises:
-        ValueError: the model is not extended.
+        ValueError: it is no transformers model, or one that cannot be extended.
     """
-    extension = get_extension(model)
-    layers = tuple(_describe_layer(extension, info) for info in extension.layers)
-    return Description(str(extension.recipe), extension.model_type, layers)
+    if (inner := find_model(model)) is None:
+        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
+    config, extension = inner.config.get_text_config(), find_extension(inner)
+    is_extended, trained = extension is not None, read_train_length(config)
+    if extension is None:
+        extension = Extension(Recipe(), inner.config.model_type, introspect(inner))
+        plans = plan_layers(extension.recipe, extension.layers, config, inner)
+        layouts = LayoutCache(len(plans))
+        layers = [Layer(info, plan, "auto", 0, layouts, ()) for info, plan in zip(extension.layers, plans, strict=True)]
+    else:
+        layers = [get_layer(info.module) for info in extension.layers]
+    described = tuple(
+        _describe_layer(extension, info, layer, trained) for info, layer in zip(extension.layers, layers, strict=True)
+    )
+    reasons = tuple(extension.notes.get("reasons", ()))
+    return Description(str(extension.recipe), extension.model_type, described, reasons, trained, is_extended)
 
 
-def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
-    layer, method = get_layer(info.module), extension.recipe.for_layer(info.index).position
+def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained: int | None) -> LayerDescription:
+    method = extension.recipe.for_layer(info.index).position
     region = layer.native_mask.visible
     if layer.recipe.mask is not None:
         region = region & layer.recipe.mask.region(layer.causal)
@@ -125,6 +157,12 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
     raw = layer.recipe.position is not None
     has_far_keys = raw and layer.recipe.position.near_window is not None
     changed = raw or any(rope.same(info.rope) for rope, _, _ in extension.frequencies)
+    rows, depth = list[tuple[int, tuple[int, ...], Distances]](), DEPTH
+    if raw and layer.recipe.position.depends_on_row_length:
+        for factor in ROW_FACTORS:
+            n = factor * (trained or DEFAULT_TRAIN_LENGTH)
+            behind, depth = tuple(dict.fromkeys((1, n // 8, n // 4, n // 2, n - 1))), n - 1
+            rows.append((n, behind, _compute_distances(layer, region, info, depth, behind)))
     return LayerDescription(
         index=info.index,
         name=info.name,
@@ -132,14 +170,14 @@ def _describe_layer(extension: Extension, info: LayerInfo) -> LayerDescription:
         mask=_format_region(region),
         cache="raw keys" if raw else "rotated keys" if info.rope is not None else "keys",
         tau=_tabulate_tau(layer, region, info, "near"),
-        distances=tuple(_compute_distance(layer, region, d, info) for d in DISTANCES),
+        distances=_compute_distances(layer, region, info, depth),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
         far_tau=_tabulate_tau(layer, region, info, "far") if has_far_keys else None,
         far_bias=tuple(_compute_far_bias(layer, region, n, info) for n in LENGTHS) if has_far_keys else None,
         other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
         far_keys=_describe_choice(layer.recipe),
-        row_length=DEPTH + 1 if raw and layer.recipe.position.depends_on_row_length else None,
+        rows=tuple(rows),
     )
 
 
@@ -226,10 +264,18 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
         return tuple(share.bias(count).flatten().tolist())
 
 
-def _compute_distance(layer: Layer, region: Region, behind: int, info: LayerInfo) -> float | tuple[float, ...] | None:
-    """Return the rotary distance of a key `behind` a query deep in a text; None if it is not visible."""
-    at = DEPTH
-    if not any(span.contains(at, at - behind) for span in region.spans):
+def _compute_distances(
+    layer: Layer, region: Region, info: LayerInfo, at: int, behind: tuple[int, ...] = DISTANCES
+) -> Distances:
+    """Return the rotary distances of keys so far behind the last query of a row, which is at position `at`."""
+    return tuple(_compute_distance(layer, region, n, info, at) for n in behind)
+
+
+def _compute_distance(
+    layer: Layer, region: Region, behind: int, info: LayerInfo, at: int
+) -> float | tuple[float, ...] | None:
+    """Return the rotary distance of a key `behind` a query; None if there is none, or it is not visible."""
+    if behind > at or not any(span.contains(at, at - behind) for span in region.spans):
         return None
     position = layer.recipe.position
     if position is None or not position.rotates:
@@ -255,6 +301,10 @@ def _format_region(region: Region) -> str:
         return ", ".join(parts) or ("every key up to the query" if high == 1 else "every key")
 
     return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
+
+
+def _format_distances(behind: tuple[int, ...], distances: Distances) -> str:
+    return " ".join(f"{n}→{_format_distance(d)}" for n, d in zip(behind, distances, strict=True))
 
 
 def _format_distance(distance: float | tuple[float, ...] | None) -> str:

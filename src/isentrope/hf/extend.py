@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.core.compile import values_are_readable
 from isentrope.dispatch import check_backend
+from isentrope.hf.auto import choose_for_layers
+from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
 from isentrope.hf.layer import Layer
 from isentrope.hf.layer_plan import (
     LayerPlan,
     check_supported,
     check_trained,
+    check_windows,
     collect_parts,
     plan_layers,
     resolve_recipe,
@@ -32,6 +36,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
 from isentrope.recipe import Recipe
+from isentrope.recipe.auto import is_auto, read_auto_length
 from isentrope.utils.messages import truncate
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -43,6 +48,8 @@ class Extension:
 
     Attributes:
         layers: the model's layers as they were.
+        notes: for config.json: the model's name before ("base"), why the recipe was chosen where it was `auto`
+            ("reasons"), what was measured.
         configs: of each config its original, the model's own copy, and the values of that copy when it was made.
         handles: of the hooks.
         frequencies: of each rotary module that was written to, its frequencies and scaling before.
@@ -51,18 +58,30 @@ class Extension:
     recipe: Recipe
     model_type: str
     layers: list[LayerInfo]
+    notes: dict[str, Any] = field(default_factory=dict)
     configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     frequencies: list[tuple[ModelRope, Tensor, float]] = field(default_factory=list)
 
 
-def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False, backend: str = "auto") -> Model:
+def extend(
+    model: Model,
+    recipe: Recipe | str,
+    *,
+    length: int | str | None = None,
+    allow_untrained: bool = False,
+    backend: str = "auto",
+) -> Model:
     """Let a model attend under a recipe, in place. Parts that the recipe does not name stay as the model has them.
+
+    With the recipe "auto" the method, its window and its laws are chosen from the model's training length and the
+    length that it is to read (`isentrope.recipe.auto`); `describe` says what was chosen, and why.
 
     Args:
         model: a transformers model, or a wrapper around one such as PEFT's.
-        recipe: a `Recipe`, a `LayerRecipes` or their text. A training length that it leaves out is taken from the
-            model's config.
+        recipe: a `Recipe`, a `LayerRecipes` or their text, or "auto". A training length that it leaves out is taken
+            from the model's config.
+        length: with "auto", the tokens that the model is to read: a number, or such as "4x" times its training length.
         allow_untrained: accept parts that a model must be trained with (cosine scores, ALiBi, NoPE, SSMax).
         backend: one of `isentrope.attention`'s for all calls, those of a prompt and those of one token.
 
@@ -81,15 +100,25 @@ def extend(model: Model, recipe: Recipe | str, *, allow_untrained: bool = False,
     if any(isinstance(module, Layer) for module in model.modules()):
         raise ValueError("model: a model inside it is already extended; restore that one first")
     check_backend(backend)
+    if is_auto(recipe):
+        length = read_auto_length(str(recipe), length)
+    elif length is not None:
+        raise ValueError(f"length: expected none with a recipe other than 'auto', got {length!r}; leave it out")
     if (outer := _find_containing_model(inner)) is not None:
         raise ValueError(
             f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
         )
-    return extend_checked(model, inner, recipe, backend, allow_untrained)
+    return extend_checked(model, inner, recipe, backend, allow_untrained, length)
 
 
 def extend_checked(
-    model: Model, inner: PreTrainedModel, recipe: Recipe | str, backend: str, allow_untrained: bool | None = None
+    model: Model,
+    inner: PreTrainedModel,
+    recipe: Recipe | str,
+    backend: str,
+    allow_untrained: bool | None = None,
+    length: int | str | None = None,
+    saved: dict[str, Any] | None = None,
 ) -> Model:
     """Extend a model that is known not to be extended yet.
 
@@ -99,14 +128,21 @@ def extend_checked(
         recipe: as for `extend`.
         backend: as for `extend`.
         allow_untrained: as for `extend`; None neither refuses nor warns.
+        length: of the recipe "auto"; None for any other.
+        saved: what else a saved config says of the recipe: "reasons", "base", "measured".
     """
-    kind, layers = inner.config.model_type, introspect(inner)
-    recipe = resolve_recipe(recipe, inner.config.get_text_config(), layers)
+    kind, config, layers = inner.config.model_type, inner.config.get_text_config(), introspect(inner)
+    notes: dict[str, Any] = {"base": get_base_name(inner)} | (saved or {})
+    if length is not None:
+        recipe, reasons = choose_for_layers(layers, config, length)
+        notes["reasons"] = list(reasons)
+    recipe = resolve_recipe(recipe, config, layers)
     check_supported(recipe, kind, layers)
     if allow_untrained is not None:
         check_trained(recipe, kind, allow_untrained)
-    extension = Extension(recipe, kind, layers)
-    plans = plan_layers(recipe, layers, inner.config.get_text_config(), inner)
+        check_windows(recipe, config)
+    extension = Extension(recipe, kind, layers, notes)
+    plans = plan_layers(recipe, layers, config, inner)
     try:
         _apply(model, inner, extension, plans, backend)
     except BaseException:
@@ -177,6 +213,13 @@ def find_model(model: Any) -> Any:
     return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
 
 
+def get_base_name(model: PreTrainedModel) -> str:
+    """Return the name of what a model was loaded from: on the hub, or of its folder without the path to it."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    is_path = Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    return Path(name).name if is_path else name
+
+
 def _find_containing_model(inner: PreTrainedModel) -> PreTrainedModel | None:
     """Return the transformers model that a model without a head is part of, or None: modules do not store it."""
     if inner.base_model is not inner:
@@ -195,8 +238,9 @@ def _apply(
     model: nn.Module, inner: PreTrainedModel, extension: Extension, plans: list[LayerPlan], backend: str
 ) -> None:
     recipe = extension.recipe
+    saved = {"recipe": recipe.to_dict(), "backend": backend, **extension.notes}
     # attn_implementation in config.json: a class of transformers by itself does not run it, see saved_models.py
-    marks = {CONFIG_KEY: {"recipe": recipe.to_dict(), "backend": backend}, "attn_implementation": IMPLEMENTATION}
+    marks = {CONFIG_KEY: saved, "attn_implementation": IMPLEMENTATION}
     _copy_configs(model, inner, extension, marks)
     for position in (one.position for one in recipe.recipes):
         if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
@@ -220,6 +264,7 @@ def _apply(
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
+    silence_length_warnings(inner)
 
 
 class _SkipRotation:
@@ -295,6 +340,7 @@ def _replace_configs(model: nn.Module, new: dict[int, PreTrainedConfig]) -> None
 def _undo(model: nn.Module, inner: PreTrainedModel, extension: Extension) -> None:
     for handle in extension.handles:
         handle.remove()
+    restore_length_warnings(inner)
     unmark_adapters(inner)
     for rope, theta, scaling in extension.frequencies:
         rope.write(theta.to(rope.theta.dtype), scaling)  # the model may have been moved since

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -63,6 +64,21 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
                 f"{what}, and does not work with it before it is; to train it, or to see, pass allow_untrained=True"
             )
         warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
+
+
+def check_windows(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Warn of near windows beyond the training length, whose distances are as new to the model as without a method."""
+    trained = read_train_length(config)
+    methods = {str(one.position): one.position.near_window or 0 for one in recipe.recipes if one.position is not None}
+    for method, window in methods.items():
+        if trained is not None and window > trained:
+            warnings.warn(
+                f"{config.model_type}: was trained at {trained} tokens, and {method} leaves distances up to {window} "
+                "as they are, so that longer text is read no better than by the plain model; choose "
+                f"a window of at most {trained}, such as {trained // 2}",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:
@@ -202,7 +218,7 @@ def _fit_positions(
     for layer in layers:
         own = recipe.for_layer(layer.index)
         stream = get_streaming_window(own.mask, own.position) if layer.causal else None
-        applies = layer.rope is not None and (own.position or stream) and _takes_position(layer, layers)
+        applies = layer.rope is not None and (own.position or stream) and takes_position(layer, layers)
         positions.append(fit(layer, own.position or plain, stream) if applies else None)
     sharing: dict[tuple[nn.Module, str | None], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -241,7 +257,7 @@ def _same_parts(one: Recipe, other: Recipe) -> bool:
     return [id(part) for part in one.parts] == [id(part) for part in other.parts]
 
 
-def _takes_position(layer: LayerInfo, layers: list[LayerInfo]) -> bool:
+def takes_position(layer: LayerInfo, layers: Sequence[LayerInfo]) -> bool:
     """Return whether a position method applies to a layer.
 
     Where a model keeps frequencies of their own for its windowed layers, those never see a distance that is new to

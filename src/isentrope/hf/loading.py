@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from isentrope.core.dtypes import choose_load_dtype
 from isentrope.hf.extend import extend_checked
-from isentrope.hf.names import CONFIG_KEY, LAYER, SHARED_POSITION
+from isentrope.hf.names import LAYER, SHARED_POSITION
 from isentrope.hf.peft_adapters import read_adapter
 from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe
 from isentrope.pretrained import HUB_OPTIONS, check_weights, load_pretrained, open_tensors, saved_dtype
@@ -92,10 +92,8 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
 
 def extend_as_saved(model: PreTrainedModel, saved: dict[str, Any]) -> PreTrainedModel:
     """Apply the recipe of a config.json, without the warnings that whoever saved it has seen."""
-    extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"))
-    if "measured" in saved:
-        getattr(model.config, CONFIG_KEY)["measured"] = saved["measured"]
-    return model
+    notes: dict[str, Any] = {key: saved[key] for key in ("reasons", "base", "measured") if key in saved}
+    return extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"), saved=notes)
 
 
 def _get_hub_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import torch
 
 from isentrope import masks
 from isentrope.parts import REQUIRED, Part
-from isentrope.recipe.kinds import LAYERS, PARTS
+from isentrope.recipe.auto import AUTO
+from isentrope.recipe.kinds import LAYERS, PARTS, PLAIN
+from isentrope.recipe.suggestions import suggest_part
 from isentrope.utils.messages import format_value, suggest, truncate
 
 MAX_DEPTH = 32  # of brackets, or of masks inside masks
@@ -78,8 +80,15 @@ def _build_part(name: str, options: dict[str, Any], defaults: dict[str, Any]) ->
     """Build the part called `name`; errors for unknown names and options suggest a known one."""
     if name == LAYERS:
         raise ValueError("recipe: expected a recipe per layer as the whole text, got 'layers' beside or inside another")
+    if name == AUTO:
+        raise ValueError(
+            "recipe: 'auto' is chosen for one model, and stands alone; use isentrope.extend(model, 'auto', "
+            "length='4x'), or --recipe auto for a causal model"
+        )
+    if name == PLAIN:
+        raise ValueError("recipe: 'plain' stands alone, for no part at all; leave it out beside others")
     if name not in PARTS:
-        raise ValueError(f"recipe: unknown part {format_value(name)}{suggest(name, PARTS)}")
+        raise ValueError(f"recipe: unknown part {format_value(name)}{suggest_part(name, (*PARTS, PLAIN))}")
     kind, part = PARTS[name]
     known = part.options()
     for key in options:

@@ -11,13 +11,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.ranking import (
     MAX_DEGRADATION_PERCENT,
+    Choice,
     Leaderboard,
     RankedRecipe,
+    choose_best,
     is_degraded,
     rank_recipes,
-    select_best,
 )
 from isentrope.report.tables.numbers import format_bucket, format_length, format_perplexity
 from isentrope.report.tables.perplexity import label_recipe
@@ -25,7 +27,8 @@ from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import write_atomically
 
 CAPTION = (
-    "Sorted by perplexity in the last bucket; "
+    "Sorted by perplexity in the last bucket; above: how much higher it is than the first recipe's, with a 95 % "
+    "interval paired over texts; answers found with a 95 % interval; "
     f"inside: change inside the training length, too much above {MAX_DEGRADATION_PERCENT} %."
 )
 
@@ -46,29 +49,47 @@ def build_card_rows(folder: Path, recipe: str) -> list[dict[str, Any]]:
 
 
 def summarize_ranking(folder: Path, recipes: Collection[str], forgetful: Collection[str] = ()) -> list[Text]:
-    """Say which recipe is best and by how much, then which cost too much inside the training length.
+    """Say which recipe is best, or which it cannot be told from, then which cost too much inside the training length.
 
     Args:
         folder: folder with `perplexity.json`.
         recipes: the recipes to choose from.
-        forgetful: recipes that see only a part of the text; if one is best, the best of the others is named too.
+        forgetful: recipes that see only a part of the text; they are never the best, and one that has a lower
+            perplexity is named.
     """
     board = rank_recipes(folder)
     rows = {row["recipe"]: row for row in board["rows"]}
     plain = rows.get("plain")
     if plain is None or board["inside"] is None:
         return []
-    best = select_best(board, recipes)
-    lines = [Text(f"best: {_describe(rows[best], plain, board)}" if best else _describe_none(board))]
-    if best in forgetful:
-        other = select_best(board, [recipe for recipe in recipes if recipe not in forgetful])
-        description = _describe(rows[other], plain, board) if other else "none is better than plain"
-        lines.append(Text(f"It forgets text outside its window. Best with the whole text: {description}"))
+    choice = choose_best(board, recipes, forgetful)
+    lines = [Text(describe_choice(choice, board, plain) if choice else _describe_none(board))]
+    window = choose_best(board, [recipe for recipe in recipes if recipe in forgetful])
+    last = None if choice is None else rows[choice.recipe]["perplexity"][-1]
+    if window is not None and (last is None or rows[window.recipe]["perplexity"][-1] < last):
+        lower = format_perplexity(rows[window.recipe]["perplexity"][-1])
+        lines.append(
+            Text(
+                f"{window.recipe}: perplexity {lower}, lower, but it forgets text outside its window; "
+                "evaluate --save takes such a recipe with --allow-forgetting alone"
+            )
+        )
     for row in board["rows"]:
         if row["recipe"] in recipes and is_degraded(row):
             text = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
             lines.append(Text(text, style="red"))
     return lines
+
+
+def describe_choice(choice: Choice, board: Leaderboard, plain: RankedRecipe) -> str:
+    """Describe a choice in a sentence; "best" is said only of a recipe that no other may equal."""
+    rows = {row["recipe"]: row for row in board["rows"]}
+    numbers = _describe(rows[choice.recipe], plain, board)
+    fewer = f"; {', '.join(choice.fewer_answers)} left out for fewer passkeys" if choice.fewer_answers else ""
+    if not choice.ties:
+        return f"best: {numbers}{fewer}"
+    many = f"paired over {board['texts']} texts" if board["texts"] > 1 else "which takes two texts or more"
+    return f"chosen: {numbers}; not distinguishable from {', '.join(choice.ties)} by a 95 % interval, {many}{fewer}"
 
 
 def _describe(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str:
@@ -122,17 +143,37 @@ def format_rows(board: Leaderboard) -> tuple[list[str], list[list[str]]]:
     columns: dict[str, list[str | None]] = {}
     for i, (low, high) in enumerate(pairwise(map(format_length, board["edges"]))):
         columns[f"{low}–{high}"] = [format_perplexity(row["perplexity"][i]) for row in ranked]
+    columns["above"] = [_format_difference(row) for row in ranked]
     columns["ratio"] = [_format(row["ratio"], ".3f") for row in ranked]
     columns["inside"] = [_format(row["inside"], "+.2f", " %") for row in ranked]
     columns["cost"] = [_format(row["cost"], ".2f") for row in ranked]
     for task in dict.fromkeys(name for row in ranked for name in row["retrieval"]):
-        shares = [row["retrieval"].get(task) for row in ranked]
-        columns[task] = [None if share is None else f"{100 * share:.0f} %" for share in shares]
+        columns[task] = [_format_answers(row, task) for row in ranked]
     columns = {head: cells for head, cells in columns.items() if any(cell is not None for cell in cells)}
     labels = [label_recipe(row, board["texts"]) for row in ranked]
     return ["recipe", *columns], [
         [label, *(cells[i] or "" for cells in columns.values())] for i, label in enumerate(labels)
     ]
+
+
+def _format_difference(row: RankedRecipe) -> str | None:
+    if (difference := row["difference"]) is None:
+        return None
+    low, high = difference["low"], difference["high"]
+    interval = "" if low is None or high is None else f" ({_format_percent(low)} … {_format_percent(high)})"
+    return f"{_format_percent(difference['percent'])} %{interval}"
+
+
+def _format_percent(x: float) -> str:
+    return f"{x:+.1f}" if abs(x) < 1000 else f"{x:+.0e}"
+
+
+def _format_answers(row: RankedRecipe, task: str) -> str | None:
+    scores = [score for name, score in row["answers"].items() if name.startswith(f"{task},")]
+    if not scores:  # files of earlier versions have shares alone
+        return None if task not in row["retrieval"] else f"{100 * row['retrieval'][task]:.0f} %"
+    low, high = wilson_interval(sum(scores), len(scores))
+    return f"{sum(scores):.3g} / {len(scores)} ({100 * low:.0f}–{100 * high:.0f} %)"
 
 
 def _format(x: float | None, spec: str, unit: str = "") -> str | None:

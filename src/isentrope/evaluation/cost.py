@@ -1,0 +1,95 @@
+"""Estimate how long a comparison takes and how much memory it needs, before it starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from isentrope.evaluation.perplexity import MAX_LOGITS, PerplexityConfig, token_losses
+from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, read_if_whole
+from isentrope.evaluation.retrieval import RetrievalConfig
+from isentrope.evaluation.texts import Text
+
+PROBE_TOKENS = 512  # of the pass whose time is measured
+HIDDEN_STATES = 8  # of a layer, in memory at once
+
+
+class CostEstimate(NamedTuple):
+    """Passes over the full length that are still to be made, their seconds, and bytes at the peak."""
+
+    passes: int
+    seconds: float
+    peak_bytes: int
+
+    def format(self, length: int) -> str:
+        """Return the estimate as a line."""
+        minutes = self.seconds / 60
+        duration = f"{self.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
+        if minutes >= 120:
+            duration = f"{minutes / 60:.1f} h"
+        size = f"{self.peak_bytes / 2**30:.1f} GiB"
+        if self.peak_bytes < 2**30:
+            size = f"{self.peak_bytes / 2**20:.0f} MiB"
+        return f"estimate: {self.passes} passes of {length} tokens, about {duration} and {size} for the model"
+
+
+def estimate_cost(
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    perplexity: PerplexityConfig,
+    retrieval: RetrievalConfig | None,
+    folder: Path,
+) -> CostEstimate:
+    """Estimate from one short pass of the plain model, at its share of 2 P n + 2 L d n² operations.
+
+    Args:
+        model: a causal model.
+        texts: what it reads.
+        perplexity: recipes and length.
+        retrieval: passkeys; None for none.
+        folder: of the results; what it has is not measured again.
+    """
+    length = perplexity.length
+    probe = torch.tensor(texts[0].tokens[: min(PROBE_TOKENS, length)])
+    seconds = []
+    for _ in range(2):  # the first warms up
+        start = time.perf_counter()
+        token_losses(model, probe).cpu()
+        seconds.append(time.perf_counter() - start)
+    each = min(seconds) * _count_operations(model, length) / _count_operations(model, len(probe))
+    passes = _count_passes(texts, perplexity, retrieval, folder)
+    return CostEstimate(passes, passes * each, _estimate_memory(model, length))
+
+
+def _count_passes(
+    texts: Sequence[Text], perplexity: PerplexityConfig, retrieval: RetrievalConfig | None, folder: Path
+) -> int:
+    earlier = read_if_whole(folder / PERPLEXITY.file, "cells") or {"cells": []}
+    measured = {PERPLEXITY.key(cell) for cell in earlier["cells"]}
+    passes = sum((recipe, text.sha256) not in measured for recipe in perplexity.recipes for text in texts)
+    if retrieval is None:
+        return passes
+    earlier = read_if_whole(folder / RETRIEVAL.file, "cells", schema=RETRIEVAL) or {"cells": []}
+    measured = {RETRIEVAL.key(cell) for cell in earlier["cells"] if cell["failed"] is None}
+    cells = [(recipe, *cell) for recipe in retrieval.recipes for cell in retrieval.cells]
+    return passes + retrieval.examples * sum(cell not in measured for cell in cells)
+
+
+def _count_operations(model: PreTrainedModel, tokens: int) -> float:
+    config = model.config.get_text_config()
+    weights = sum(x.numel() for x in model.parameters())
+    return 2.0 * weights * tokens + 2.0 * config.num_hidden_layers * config.hidden_size * tokens**2
+
+
+def _estimate_memory(model: PreTrainedModel, tokens: int) -> int:
+    """Add weights, hidden states of one layer, and the logits that are in memory at a time, also in fp32."""
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    widest = max(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    states = tokens * (HIDDEN_STATES * config.hidden_size + 2 * widest) * size
+    logits = min(MAX_LOGITS, tokens * config.vocab_size) * (size + 4)
+    return sum(x.numel() * x.element_size() for x in model.parameters()) + states + logits

@@ -1,0 +1,77 @@
+"""The recipe `auto` for a model of transformers: what the rule in `recipe/auto.py` has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedConfig
+
+from isentrope.hf.introspection import LayerInfo
+from isentrope.hf.layer_plan import read_train_length, takes_position
+from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, read_auto_length
+
+
+def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, length: int | str) -> AutoRecipe:
+    """Choose the recipe of a loaded model.
+
+    Args:
+        layers: the model's.
+        config: of its text model.
+        length: tokens to read, or such as "4x" times the training length.
+    """
+    spans = [[span for span in layer.region.spans if span.low > float("-inf")] for layer in layers]
+    facts = ModelFacts(
+        train_length=read_train_length(config),
+        windows=tuple(int(max(1 - span.low for span in own)) if own else None for own in spans),
+        is_causal=all(layer.causal for layer in layers),
+        is_rotary=any(layer.rope is not None for layer in layers),
+        has_window_frequencies=not any(
+            own and takes_position(layer, layers) for layer, own in zip(layers, spans, strict=True)
+        ),
+    )
+    return choose_recipe(facts, length)
+
+
+def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe:
+    """Choose the recipe of a causal model that is not loaded yet; windows are those that its config states.
+
+    Args:
+        config: the model's.
+        length: tokens to read, or such as "4x" times the training length.
+    """
+    text_config = config.get_text_config()
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(text_config, "layer_types", None) or ["full" if window is None else "sliding"]
+    windows = tuple(window if "sliding" in kind else None for kind in kinds)
+    rope = getattr(text_config, "rope_parameters", None)
+    facts = ModelFacts(
+        train_length=read_train_length(text_config),
+        windows=windows,
+        is_rotary=rope is not None,
+        has_window_frequencies="sliding_attention" in (rope or {}),
+    )
+    return choose_recipe(facts, length)
+
+
+def resolve_auto(
+    recipes: Sequence[str], config: PreTrainedConfig, length: int, notify: Callable[[str], None] = lambda line: None
+) -> tuple[str, ...]:
+    """Replace `auto` among the texts of recipes by what it stands for, so that results name it.
+
+    Args:
+        recipes: texts of recipes.
+        config: the model's.
+        length: tokens to read, where the text itself has none.
+        notify: called with the choice and each reason.
+    """
+    resolved = []
+    for text in recipes:
+        if is_auto(text):
+            own = read_auto_length(text, None if ":" in text else length)
+            text, reasons = choose_for_config(config, own)
+            for line in (f"auto: {text}", *(f"  {reason}" for reason in reasons)):
+                notify(line)
+        resolved.append(text)
+    return tuple(dict.fromkeys(resolved)) if any(map(is_auto, recipes)) else tuple(resolved)

@@ -1,0 +1,104 @@
+"""`extend(model, "auto", length=…)`, `describe` on any model, and warnings that no longer hold."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+import isentrope as ise
+from isentrope.hf.auto import choose_for_config, resolve_auto
+from tests.fixtures.families import FAMILIES
+from tests.fixtures.models import llama, tokens
+
+CHOSEN = "rerope:window=32+share:reference=32+retrieve:size=8"
+
+
+@pytest.mark.parametrize("arguments", [("auto", "4x"), ("auto", 256), ("auto:length=4x", None)])
+def test_auto_is_what_it_stands_for(arguments):
+    recipe, length = arguments
+    model, ids = ise.extend(llama(), recipe, length=length), tokens(1, 200)
+    assert ise.describe(model).recipe == CHOSEN
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, ise.extend(llama(), CHOSEN)(ids).logits)
+
+
+def test_the_choice_and_its_reasons_are_saved(tmp_path):
+    model = ise.extend(llama(), "auto", length="2x")
+    page = str(ise.describe(model))
+    assert "chosen    rerope:window=32: " in page and "chosen    no retrieve: below 4 times" in page
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["isentrope"]
+    assert saved["recipe"]["position"]["name"] == "rerope" and "auto" not in str(saved["recipe"])
+    loaded = ise.load(tmp_path)
+    assert str(ise.describe(loaded)) == page
+    ise.restore(loaded).save_pretrained(tmp_path / "restored")
+    assert "isentrope" not in (tmp_path / "restored" / "config.json").read_text()
+
+
+def test_windows_of_the_model_stay():
+    model = ise.extend(FAMILIES["gemma3"].model(), "auto", length="8x")
+    windowed, whole = ise.describe(model).layers
+    assert windowed.position == "the model's own" and whole.position.startswith("rerope") and whole.far_keys
+    config = MistralConfig(sliding_window=64, max_position_embeddings=256)
+    assert choose_for_config(config, "4x").recipe == "plain"
+    lines = []
+    assert resolve_auto(["plain", "auto"], llama().config, 100, lines.append)[1] == "rerope:window=32+share"
+    assert lines[0] == "auto: rerope:window=32+share" and len(lines) > 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("auto", {}, "needs the length that the model is to read; .* pass length='4x'"),
+        ("infoscale", {"length": "4x"}, "expected none with a recipe other than 'auto'"),
+        ("auto", {"length": "long"}, "expected tokens such as 8192"),
+    ],
+)
+def test_lengths_that_do_not_fit(recipe, options, message):
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        ise.extend(model, recipe, **options)
+    assert not ise.describe(model).is_extended
+
+
+def test_describe_a_model_as_it_is():
+    model = llama()
+    before = {name: id(value) for name, value in vars(model).items()}
+    page = ise.describe(model)
+    assert str(page).startswith("llama as it is, not extended; trained at 64 tokens\nlayers 0 … 1:")
+    assert page.recipe == "plain" and page.layers[0].cache == "rotated keys" and page.reasons == ()
+    assert {name: id(value) for name, value in vars(model).items()} == before
+    with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
+        ise.describe(torch.nn.Linear(2, 2))
+
+
+def test_a_window_beyond_the_training_length_warns():
+    with pytest.warns(
+        UserWarning, match=r"trained at 64 tokens, and rerope:window=100 .* choose a window of at most 64"
+    ):
+        ise.extend(llama(), "rerope:window=100")
+    ise.extend(llama(), "rerope:window=64")
+
+
+def test_lengths_of_extended_models_are_not_warned_of(caplog, monkeypatch):
+    for name in ("transformers", "transformers.generation.stopping_criteria"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    model = ise.extend(llama(), "rerope:window=32")
+    options = {"max_new_tokens": 2, "do_sample": False}
+    for one in (model, copy.deepcopy(model)):
+        one.generate(tokens(1, 80), **options)
+    tokenizers = logging.getLogger("transformers.tokenization_utils_base")
+    warning = (
+        "Token indices sequence length is longer than the specified maximum sequence length for this model (80 > %d)."
+    )
+    tokenizers.warning(warning % 64)
+    assert not caplog.records
+    ise.restore(model).generate(tokens(1, 80), **options)
+    tokenizers.warning(warning % 77)
+    said = dict.fromkeys(record.getMessage()[:19] for record in caplog.records)  # two loggers propagate here
+    assert list(said) == ["This is a friendly ", "Token indices seque"]
