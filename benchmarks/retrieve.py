@@ -18,6 +18,9 @@ from isentrope.block_selection import select_blocks
 
 HEADS, KV_HEADS, HEAD_SIZE = 9, 3, 64  # of SmolLM2-135M
 LENGTHS = (32768, 131072)  # of a run with targets
+DECODING_LENGTHS = (8192, 32768, 131072)
+MIN_DECODING, MAX_DECODING_RATIO = 32768, 1.0  # from that length on, of the same method with all keys
+MAX_VOTES_RATIO = 1.5  # of dense attention
 MAX_RATIO, LONG = 0.5, 131072  # of dense attention, from that length on
 OPTIONS = ("queries=32,pool=8", "queries=32,pool=4", "queries=32,pool=1", "queries=128,pool=4", "score=votes")
 
@@ -30,15 +33,18 @@ def retrieve(size: Sizes) -> Iterator[Job]:
         for options in OPTIONS:
             text = f"rerope:window={window}+retrieve:blocks={blocks},size={block_size},sinks={block_size},{options}"
             yield Job("retrieve", f"ReRoPE, {options}", n, partial(_prefill, size, n, text))
-        text = f"rerope:window={window}+retrieve:blocks={blocks},size={block_size},sinks={block_size}"
-        yield Job("retrieve", "ReRoPE, one query", n, partial(_decode, size, n, text))
+    text = f"rerope:window={window}+retrieve:blocks={blocks},size={block_size},sinks={block_size}"
+    for n in DECODING_LENGTHS if size.targets else lengths:
+        for batch in size.batches:
+            name = f"ReRoPE, one query, batch {batch}"
+            yield Job("retrieve", name, n, partial(_decode, size, batch, n, text))
 
 
-def _make_inputs(size: Sizes, queries: int, keys: int) -> list[Tensor]:
+def _make_inputs(size: Sizes, queries: int, keys: int, batch: int = 1) -> list[Tensor]:
     generator = torch.Generator(size.device).manual_seed(0)
     shapes = ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys))
     options: dict[str, Any] = {"device": size.device, "dtype": size.dtype, "generator": generator}
-    return [torch.randn(1, heads, length, HEAD_SIZE, **options) for heads, length in shapes]
+    return [torch.randn(batch, heads, length, HEAD_SIZE, **options) for heads, length in shapes]
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, text: str) -> Call:
@@ -52,15 +58,16 @@ def _run(q: Tensor, k: Tensor, v: Tensor, text: str) -> Call:
 def _prefill(size: Sizes, n: int, text: str) -> Row:
     q, k, v = _make_inputs(size, n, n)
     base, name = _make_dense(size, q, k, v)
-    row = compared(size, _run(q, k, v, text), base, name, MAX_RATIO if n >= LONG else None)
+    target = MAX_VOTES_RATIO if "votes" in text else MAX_RATIO
+    row = compared(size, _run(q, k, v, text), base, name, target if n >= LONG else None)
     (choosing,) = times((lambda: select_blocks(q, k, text),), size)
     return row | {"note": f"of which choosing {choosing:.3g} ms"}
 
 
-def _decode(size: Sizes, n: int, text: str) -> Row:
-    q, k, v = _make_inputs(size, 1, n)
-    plain = text.partition("+")[0]
-    return compared(size, _run(q, k, v, text), _run(q, k, v, plain), "the same with all keys")
+def _decode(size: Sizes, batch: int, n: int, text: str) -> Row:
+    q, k, v = _make_inputs(size, 1, n, batch)
+    plain, target = text.partition("+")[0], MAX_DECODING_RATIO if n >= MIN_DECODING else None
+    return compared(size, _run(q, k, v, text), _run(q, k, v, plain), "the same with all keys", target)
 
 
 def _make_dense(size: Sizes, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, str]:

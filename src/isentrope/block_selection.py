@@ -122,8 +122,7 @@ class _Representatives:
         self.absent = members == 0
         self.pools = choice.pools
         self.keys, self.scale, self.groups = folded.k.to(dtype), call.scale, groups
-        sizes = self.keys.shape[-1] in TRITON_HEAD_DIMS and self.keys.stride(-1) == 1
-        self.fused = sizes and dtype != torch.float64 and can_run_triton(self.means)
+        self.fused = _takes_score_kernel(self.means, self.keys)
 
     def count_groups(self) -> int:
         """Return how many groups to score at once."""
@@ -174,26 +173,51 @@ class _Votes:
         self.q, self.k = (rotate_and_scale(x, None, None, call.normalise, False) for x in (call.q, call.k))
         self.q, self.k = self.q.to(factor_dtype(call.q)), self.k.to(factor_dtype(call.q))
         self.groups = groups
+        self.fused = _takes_score_kernel(self.q, self.k)
 
     def count_groups(self) -> int:
         """Return how many groups to score at once."""
-        return max(1, _limit_rows(self.q, self.groups.keys) // self.groups.choice.queries)
+        groups, choice = self.groups, self.groups.choice
+        if self.fused:
+            return _limit_rows(self.q, groups.keys // choice.size + 1)
+        return max(1, _limit_rows(self.q, groups.keys) // choice.queries)
 
     def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
         """Return votes (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
         groups, choice = self.groups, self.groups.choice
         first = max(0, start * choice.queries - groups.lead)
         last = min(groups.queries, stop * choice.queries - groups.lead)
-        q = self.q[:, :, first:last].unflatten(1, (self.k.shape[1], -1))
+        group = (torch.arange(first, last, device=self.q.device) + groups.lead) // choice.queries - start
+        votes = (self._vote if self.fused else self._find_top)(slice(first, last), columns, outside, group)
+        blocks = outside.shape[1]
+        target = (group[:, None] * blocks + votes.clamp_min(0) // choice.size).flatten(2)
+        count = torch.zeros(*target.shape[:2], (stop - start) * blocks, device=self.q.device)
+        return count.scatter_add_(2, target, (votes >= 0).flatten(2).to(count.dtype)).unflatten(2, (-1, blocks))
+
+    def _vote(self, rows: slice, columns: slice, outside: Tensor, group: Tensor) -> Tensor:
+        """Return the keys, counted from the first column, that queries vote for; -1 for none."""
+        from isentrope.backends.blocks.vote_kernel import launch
+
+        choice = self.groups.choice
+        ends = (~outside).sum(1) * choice.size + columns.start
+        slots = launch(self.q[:, :, rows], self.k, columns.start, ends[group], choice.votes)
+        return torch.where(slots < 0, -1, slots.to(torch.int64) - columns.start)
+
+    def _find_top(self, rows: slice, columns: slice, outside: Tensor, group: Tensor) -> Tensor:
+        """Do what `_vote` does with all products at once."""
+        q = self.q[:, :, rows].unflatten(1, (self.k.shape[1], -1))
         products = matmul_wide(q.flatten(2, 3), self.k[:, :, columns].mT)
         products = products.unflatten(2, q.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
-        group = (torch.arange(first, last, device=q.device) + groups.lead) // choice.queries - start
-        hidden = outside[group].repeat_interleave(choice.size, -1)
-        votes = products.masked_fill(hidden, -inf).topk(min(choice.votes, products.shape[-1]), -1).indices
-        blocks = outside.shape[1]
-        target = (group[:, None] * blocks + votes // choice.size).flatten(2)
-        count = torch.zeros(*target.shape[:2], (stop - start) * blocks, device=q.device)
-        return count.scatter_add_(2, target, torch.ones_like(target, dtype=count.dtype)).unflatten(2, (-1, blocks))
+        hidden = outside[group].repeat_interleave(self.groups.choice.size, -1)
+        products = products.masked_fill(hidden, -inf)
+        top = products.topk(min(self.groups.choice.votes, products.shape[-1]), -1)
+        return torch.where(top.values == -inf, -1, top.indices)
+
+
+def _takes_score_kernel(q: Tensor, k: Tensor) -> bool:
+    """Return whether Triton kernels multiply such queries and keys."""
+    sizes = k.shape[-1] in TRITON_HEAD_DIMS and k.stride(-1) == 1 and q.stride(-1) == 1
+    return sizes and q.dtype != torch.float64 and can_run_triton(q)
 
 
 def _limit_rows(x: Tensor, keys: int) -> int:

@@ -14,7 +14,8 @@ from isentrope.core.caching import MAX_BUILT_CALLS, MAX_TAU_ELEMENTS
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import BlockChoice
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.core.layout import Layout, Rows, get_layout
+from isentrope.core.law_tables import look_up_law
+from isentrope.core.layout import MAX_SPANS, Layout, Rows, get_layout
 from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region, Span
 from isentrope.core.rotation import compute_angles
@@ -56,6 +57,8 @@ class _Sizes(NamedTuple):
     rotated_keys: bool
     choice: BlockChoice | None = None
     window: int = 0
+    branches: tuple[Region, ...] = ()
+    far: tuple[int, ...] = ()  # of the branches
 
 
 def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
@@ -158,6 +161,8 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
     branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
+    regions, far = tuple(b.region for b in branches), tuple(n for n, b in enumerate(branches) if b.far)
+    sizes = sizes._replace(branches=regions, far=far)
     if recipe.retrieve is not None:
         sizes = _set_choice(branches, inputs, recipe, layout, sizes)
     for temperature in recipe.temperatures:
@@ -244,6 +249,11 @@ def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes
 
 def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return the bias of far keys for each query, (batch or 1, heads or 1, queries)."""
+    if _takes_table(share, layout, sizes):
+        counted = sizes.far if getattr(share, "count", "far") == "far" else None
+        entry = _look_up(lambda n: share.bias(n.clamp_min(1)), share, counted, layout, sizes)
+        if entry is not None:
+            return entry
     n = _count_keys("visible", layout, sizes).clamp_min(1)[:, None].to(sizes.dtype)
     offset: Tensor = share.bias(n)
     if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
@@ -253,6 +263,10 @@ def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
 
 def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     """Return τ of each query, (batch or 1, heads or 1, queries)."""
+    if _takes_table(temperature, layout, sizes):
+        entry = _look_up(lambda n: temperature.scale(n.clamp_min(2), sizes.head_dim), temperature, None, layout, sizes)
+        if entry is not None:
+            return entry
     n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
     n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
@@ -260,6 +274,34 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau
+
+
+def _takes_table(law: Any, layout: Layout, sizes: _Sizes) -> bool:
+    """Return whether a law of one query a row is read from a table of its values at every n."""
+    if layout.queries != 1 or not layout.implicit or torch.compiler.is_compiling():
+        return False
+    if not isinstance(law, (Temperature, Share)) or law.learns or not getattr(law, "clamp", True):
+        return False  # an unclamped law may be undefined at lengths that do not occur
+    if layout.plain:
+        return layout.keys > 1
+    fits = all(len(region.spans) <= MAX_SPANS for region in sizes.branches)
+    return fits and sizes.choice is None and law.count in ("visible", "far")
+
+
+def _look_up(
+    values: Callable[[Tensor], Tensor], law: Any, counted: tuple[int, ...] | None, layout: Layout, sizes: _Sizes
+) -> Tensor | None:
+    """Return the values of a law for one query a row, (batch or 1, heads or 1, 1); None where there is no table."""
+    if law.count in ("position", "sequence"):
+        n: int | Tensor = layout.keys
+    else:
+        n = layout.count_for_one_query(sizes.branches, counted)
+        if sizes.choice is not None and isinstance(n, int):
+            n -= sizes.choice.count_hidden_at(layout.keys - 1, sizes.window)
+    key = (law, sizes.head_dim)
+    entry = look_up_law(values, key, n, layout.keys, torch.empty(0, dtype=sizes.dtype, device=layout.device))
+    # a table for other heads is refused where values are computed
+    return None if entry is None or entry.shape[1] not in (1, sizes.heads) else entry
 
 
 def _count_keys(kind: str, layout: Layout, sizes: _Sizes) -> Tensor:

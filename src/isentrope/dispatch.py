@@ -65,6 +65,10 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
         check_backend(backend)
         if not call.layout.plain:
             return _run_frames(call, backend, need_lse, need_entropy)
+        if backend in (AUTO, BLOCKS.name) and not need_entropy:
+            chosen = BLOCKS.choose_and_forward(call)
+            if chosen is not None:
+                return Result(chosen[0], chosen[1] if need_lse else None, None, BLOCKS.name)
         call = choose_blocks(call)
     max_elements = _max_q_elements(call)
     if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -7,7 +7,7 @@ import torch
 
 from isentrope.attention import attention
 from tests.contract.matrix import Setting
-from tests.contract.test_fast import HALVES, NARROW, check_decoding, check_gradients, interprets, recipe_of
+from tests.contract.test_fast import HALVES, NARROW, check_decoding, check_gradients, error, interprets, recipe_of
 
 CHUNKS = (
     "dualchunk:chunk=40,local=8",
@@ -29,6 +29,18 @@ ROWS = (
 @pytest.mark.parametrize("text", CHUNKS)
 def test_decoding_chunks_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
+
+
+@interprets
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("text", CHUNKS[:3])
+def test_merged_chunks_interpreted(text, causal):
+    """Rectangles of several sizes, with an offset or none, merged by one kernel."""
+    for setting in (Setting(90, 90, heads=4, d=32, dv=40), Setting(77, 130, batch=1, heads=2, kv_heads=2, d=40, dv=24)):
+        q, k, v = setting.tensors(torch.float32)
+        out, aux = attention(q, k, v, recipe_of(text), causal=causal, backend="sdpa", return_lse=True)
+        exact = attention(q, k, v, recipe_of(text), causal=causal, backend="reference", return_lse=True)
+        assert error(out, exact[0].double()) < 5e-6 and error(aux.lse, exact[1].lse.double()) < 5e-6
 
 
 @interprets

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import isentrope as ise
+from isentrope import builder
+from isentrope.backends import protocol
 from isentrope.backends.blocks import gathered
+from isentrope.backends.blocks.one_query import get_plan
 from isentrope.block_selection import select_blocks
 from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SETTINGS, Setting, build, run
 from tests.contract.test_fast import error, hopper, interprets
@@ -17,9 +21,16 @@ from tests.contract.test_matrix import check
 # DualChunk, and a tail of LaMPE, have far keys of several kinds, which are refused
 ONE_WINDOW = tuple(text for text in FAR_POSITIONS if "chunk=" not in text and "tail=4" not in text)
 CHOOSING = tuple(setting for setting in SETTINGS if setting.rows != "position_ids")
+ONE_QUERY_TEXTS = (
+    "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8",
+    "selfextend:window=20,group=4+logn:train_length=16+share:beta=1,reference=8+retrieve:blocks=2,size=24,sinks=5,queries=9",
+    "rerope:window=24+cosine:alpha=16+ssmax:heads=6,bias=True+retrieve:blocks=3,size=10,sinks=0,queries=1,heads=all",
+    "leakyrerope:window=24,leak=4+logn:train_length=16,keys=far+share:reference=8+retrieve:blocks=4,size=7,sinks=9,pool=1",
+)  # fmt: skip
 KERNEL_TEXTS = (
     "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8",
     "selfextend:window=20,group=4+logn:train_length=16+share:beta=1,reference=8+retrieve:blocks=2,size=24,sinks=5,queries=9",
+    "rerope:window=24+retrieve:blocks=2,size=10,sinks=16,queries=8,score=votes",
 )  # fmt: skip
 
 
@@ -66,6 +77,55 @@ def test_kernel_interpreted(text, setting):
 
 
 @interprets
+@pytest.mark.parametrize("text", ONE_QUERY_TEXTS)
+def test_one_query_interpreted(text, monkeypatch):
+    """One kernel that chooses and one that attends, several programs each, against the reference."""
+    from isentrope.backends.blocks import one_query_kernel
+
+    monkeypatch.setattr(one_query_kernel, "TARGET_PROGRAMS", 12)
+    launched = Mock(wraps=one_query_kernel.launch)
+    monkeypatch.setattr(one_query_kernel, "launch", launched)
+    check_kernel(text, Setting(1, 175, heads=6, d=32, dv=64), torch.float32, "cpu")
+    assert launched.call_count == 1
+
+
+def test_calls_that_the_kernels_of_one_query_leave(monkeypatch):
+    """More queries, votes, gradients, entropy and padding go another way, and are the same."""
+    monkeypatch.setattr(protocol, "can_run_triton", lambda x: True)
+    text = "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8"
+    q, k, v = Setting(1, 150, d=32, dv=32).tensors(torch.float32)
+    inputs = builder.Inputs(q, k, v, causal=True)
+
+    def plan(text, **changed):
+        with torch.no_grad():
+            return get_plan(builder.build_call(inputs._replace(**changed), ise.Recipe.parse(text).resolve()))
+
+    assert plan(text).candidates == 6
+    assert plan(f"{text},score=votes") is None and plan(f"{text}+adaptive") is None
+    assert plan(text, q=torch.randn(2, 4, 3, 32)) is None
+    assert plan(text, k=k.mT.contiguous().mT) is None
+    assert plan(text, dropout=torch.relu) is None
+    assert get_plan(builder.build_call(inputs._replace(q=q.requires_grad_()), ise.Recipe.parse(text).resolve())) is None
+
+
+@interprets
+@pytest.mark.parametrize("votes", [1, 3, 4])
+def test_votes_interpreted(votes):
+    """The keys with the largest products among those before each query's end, and none where there are fewer."""
+    from isentrope.backends.blocks.vote_kernel import launch
+
+    q, k, _ = Setting(37, 150, d=32).tensors(torch.float32)
+    first, ends = 6, torch.arange(37) * 3 + 7
+    slots = launch(q, k, first, ends, votes).to(torch.int64)
+    products = q @ k.repeat_interleave(2, 1).mT
+    column = torch.arange(150)
+    products = products.masked_fill((column < first) | (column >= ends[:, None]), -torch.inf)
+    top = products.topk(votes, -1)
+    expected = torch.where(top.values == -torch.inf, -1, top.indices)
+    assert torch.equal(slots.sort(-1).values, expected.sort(-1).values)
+
+
+@interprets
 def test_scores_interpreted():
     from isentrope.backends.blocks.score_kernel import launch
 
@@ -87,6 +147,34 @@ def test_kernel(text, d, dtype):
         Setting(77, 500, d=d, dv=d),
     ):
         check_kernel(text, setting, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize("text", ONE_QUERY_TEXTS)
+def test_one_query(text, d, dtype, monkeypatch):
+    from isentrope.backends.blocks import one_query_kernel
+
+    launched = Mock(wraps=one_query_kernel.launch)
+    monkeypatch.setattr(one_query_kernel, "launch", launched)
+    for setting in (Setting(1, 700, heads=6, d=d, dv=d), Setting(1, 5000, batch=1, heads=6, kv_heads=1, d=d, dv=d)):
+        check_kernel(text, setting, dtype, "cuda")
+    assert launched.call_count == 2
+
+
+@pytest.mark.gpu
+def test_one_query_against_long_rows():
+    """The default options: as many blocks as several programs choose from, and the same result every time."""
+    for keys in (9000, 32768, 131073):
+        q, k, v = Setting(1, keys, heads=9, kv_heads=3, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+        options = {"causal": True, "return_lse": True}
+        with torch.no_grad():
+            out, aux = ise.attention(q, k, v, "rerope:window=4096+retrieve", **options)
+            again, _ = ise.attention(q, k, v, "rerope:window=4096+retrieve", **options)
+            exact, exact_aux = ise.attention(q, k, v, "rerope:window=4096+retrieve", backend="dense", **options)
+        assert aux.backend == "blocks" and torch.equal(out, again)
+        assert error(out, exact.double()) < 2e-2 and error(aux.lse, exact_aux.lse.double()) < 2e-2
 
 
 @pytest.mark.gpu

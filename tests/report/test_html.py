@@ -80,6 +80,27 @@ def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_co
         assert figure is not None and [part.get("id") for part in figure][-1] == "legend_1"
 
 
+def test_rows_that_hold_have_a_figure_without_plain(tmp_path: Path) -> None:
+    rows = [("A", "plain"), ("B", "plain"), ("B", "I.S."), ("C", "plain")]
+    small(folder := tmp_path, [cell(*row, 128, 1.0) for row in rows], rows)
+    data = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    for row, recipe in zip(data["rows"], ("rope", "rerope", "rerope+infoscale", "window"), strict=True):
+        row["recipe"] = recipe
+    (folder / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    assert folder / "figures" / "ppl_stable.svg" in draw_curves(folder)
+    text = (folder / "figures" / "ppl_stable.svg").read_text(encoding="utf-8")
+    assert "<!-- B, I.S. -->" in text and "<!-- A, plain -->" not in text
+
+
+def test_pages_are_titled_by_study_model_and_texts(made: Path, tmp_path: Path) -> None:
+    text = page.write_page(made).read_text(encoding="utf-8")
+    assert "<h1>2 studies of length extrapolation</h1>" in text or "<h1>3 studies" in text
+    text = page.write_page(write(tmp_path / "one", plan(), cells((0,)))).read_text(encoding="utf-8")
+    assert "<h1>Nine methods with and without CosScale and InfoScale</h1>" in text
+    heading = re.search(r"<title>(.*)</title>", text)
+    assert heading and "GAU-α trained at" in heading[1] and "中文法律" in heading[1]
+
+
 def test_many_claims_are_folded_by_verdict(tmp_path: Path) -> None:
     told = [claim(f"claim {i}", ("Windowed", "both"), ("PI", "plain")) for i in range(9)]
     write(tmp_path, plan(claims=told), cells((0,)))

@@ -150,6 +150,9 @@ told.both = page.documentElement.scrollWidth;
 const scroll = page.querySelectorAll(".sheet .scroll")[1];
 told.table = [scroll.scrollWidth, scroll.clientWidth];
 const outside = (e) => !e.closest(".scroll") && e.getBoundingClientRect().right > inside.innerWidth + 0.5;
+const box = page.querySelector("figure .scroll");
+box.click();
+told.enlarged = [box.scrollWidth > box.clientWidth, page.documentElement.scrollWidth];
 told.outside = [...page.body.querySelectorAll("*")].filter(outside).map((e) => e.tagName);
 """
 
@@ -161,4 +164,5 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(written: Path) -> Non
     assert told["errors"] == []
     assert told["width"] == 375 and told["scroll"] <= 375 and told["both"] <= 375 and told["outside"] == []
     assert told["shown"] == "acc"
+    assert told["enlarged"][0] and told["enlarged"][1] <= 375
     assert told["table"][0] > told["table"][1]  # the table scrolls in its own box

@@ -95,7 +95,7 @@ def test_numbers_beside_the_paper(tmp_path: Path) -> None:
     assert (
         "<h3>Comparison with the paper</h3>" in shown and shown.count("<img") == 1 and "<td>0.43 / 0.79</td>" in shown
     )
-    assert "An open marker at 0.05 stands for the paper&#x27;s &lt;0.1." in shown
+    assert "An open marker at 0.05 stands for the paper&#39;s &lt;0.1." in shown
 
 
 def test_methods_are_compared_with_each_other_where_each_has_one_row(made: Path) -> None:

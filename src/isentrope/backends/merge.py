@@ -33,6 +33,21 @@ class PartialOutput(NamedTuple):
     first: int = 0
 
 
+class TileOutput(NamedTuple):
+    """Outputs of a batch of equal rectangles, and an offset that their scores lack.
+
+    out, lse: (rows of the call · rectangles, heads, queries of a rectangle, …).
+    first, stride: the first query of the first rectangle, and from one rectangle to the next.
+    offset: (batch or 1, heads or 1, all queries).
+    """
+
+    out: Tensor
+    lse: Tensor
+    first: int = 0
+    stride: int = 1
+    offset: Tensor | None = None
+
+
 class MergedBackend(Backend):
     """A backend that computes branches one by one, with the merged backward."""
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends.merge import MergedBackend, PartialOutput, pad_rows
+from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
-from isentrope.core.compile import cuda_capability_major
+from isentrope.core.compile import can_run_triton, cuda_capability_major, values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import Band, Region
@@ -82,6 +82,25 @@ class SDPABackend(MergedBackend):
             )
             return out, None
         return super().forward(call, need_lse)
+
+    def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
+        q, v = branches[0].q, branches[0].v
+        tiled = [_tiles_of(branch) for branch in branches]
+        known = q.dtype != torch.float64 and can_run_triton(q) and values_are_readable(q)
+        if not known or all(tiles is None for tiles in tiled):
+            return super().forward_branches(branches)
+        from isentrope.backends.merge_kernel import launch
+
+        parts: list[TileOutput] = []
+        for branch, tiles in zip(branches, tiled, strict=True):
+            if tiles is None:
+                out, lse, first = self.forward_branch(branch)
+                parts.append(TileOutput(out, lse, first, offset=branch.offset))
+            for batch, tile in _chunk_tiles(branch, tiles or []):
+                out, lse = _forward_tile(tile)
+                place = batch.corner.first, max(1, batch.stride)
+                parts.append(TileOutput(out[..., : v.shape[-1]], lse, *place, offset=branch.offset))
+        return launch(parts, (q.shape[0], q.shape[1], q.shape[2]))
 
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
         if (band := _band_of(branch)) is not None:

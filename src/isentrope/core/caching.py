@@ -35,6 +35,8 @@ MAX_LAYOUT_VALUES = 16
 # Built calls of one layout and position method, as many as a model has layers, and the largest τ kept with one.
 MAX_BUILT_CALLS = 256
 MAX_TAU_ELEMENTS = 1 << 20
+# Tables of laws for one query a row, at most 4 MiB each: 28 launches of a decoding step become 5.
+MAX_LAW_TABLES = 64
 # Recipes by their text: call 0.24 → 0.50 ms.
 MAX_RECIPE_TEXTS = 256
 # Compiled functions: 0.3 s to compile one again with a warm compiler cache, in place of 3 ms.
@@ -114,6 +116,9 @@ class LRUCache(Generic[K, V]):
             while len(self._values) > self.max_entries:
                 del self._values[next(iter(self._values))]
         return value
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
 
     def __len__(self) -> int:
         return len(self._values)

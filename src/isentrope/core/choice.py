@@ -43,6 +43,10 @@ class BlockChoice:
         """Return whether the last of so many queries has more blocks to choose from than it may choose."""
         return self.count_blocks(keys - 1, window) - self.first_block > self.blocks
 
+    def count_hidden_at(self, position: int, window: int) -> int:
+        """Return how many far keys a single query at a position does not see."""
+        return max(0, self.count_blocks(position, window) - self.first_block - self.blocks) * self.size
+
     def count_hidden(self, position: Tensor, window: int) -> Tensor:
         """Return how many far keys queries do not see, from positions (batch or 1, queries) of consecutive ones."""
         index = torch.arange(position.shape[1], device=position.device)

@@ -19,6 +19,7 @@ from isentrope.core.layout_checks import PositionIds, check_documents, check_len
 from isentrope.core.region import Region, Span
 
 Frames = tuple[Tensor, Tensor, Tensor]
+MAX_SPANS = 2  # of a region, where a row has one query
 T = TypeVar("T")
 
 
@@ -278,6 +279,39 @@ class Layout:
             low, high = self.bounds(region)
             return self.cached(("count", region), lambda: (high - low).sum(-1))
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
+
+    def slots_of_one_query(self, regions: tuple[Region, ...]) -> Tensor:
+        """Return the slots that the one query of each row sees, [low, high) twice for each region, as int32.
+
+        Shape (batch or 1, regions, 4). A region has at most `MAX_SPANS` spans.
+        """
+        return self.cached(("slots of one query", *regions), lambda: self._slots_of_one_query(regions))
+
+    def _slots_of_one_query(self, regions: tuple[Region, ...]) -> Tensor:
+        bounds = []
+        for region in regions:
+            low, high = (x[:, 0] for x in self.bounds(region))
+            pairs = torch.stack((low, high), -1).flatten(1)
+            bounds.append(torch.nn.functional.pad(pairs, (0, 2 * MAX_SPANS - pairs.shape[1])))
+        rows = max(x.shape[0] for x in bounds)
+        return torch.stack([x.expand(rows, -1) for x in bounds], 1).to(torch.int32).contiguous()
+
+    def count_for_one_query(self, regions: tuple[Region, ...], counted: tuple[int, ...] | None = None) -> int | Tensor:
+        """Return how many keys the one query of each row sees in some of the regions, by default in all.
+
+        A plain integer where rows are unpadded, else (batch or 1,). Regions are disjoint.
+        """
+        chosen = tuple(range(len(regions))) if counted is None else counted
+        if self.plain:
+            spans = [Region((span,)) for n in chosen for span in regions[n].spans]
+            return sum(high - low for low, high in (self.key_range(span, 0, 1) for span in spans))
+        slots = self.slots_of_one_query(regions)
+        sizes = self.cached(("counts of one query", *regions), lambda: slots[..., 1::2] - slots[..., ::2])
+        if counted is None:
+            return sizes.sum((1, 2))
+        if len(counted) == 1 and len(regions[counted[0]].spans) == 1:
+            return sizes[:, counted[0], 0]
+        return sizes[:, list(counted)].sum((1, 2))
 
     @property
     def row_lengths(self) -> tuple[Tensor | int, Tensor | int]:

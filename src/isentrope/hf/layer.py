@@ -140,9 +140,10 @@ class Layer(nn.Module):
     def get_layout(self, call: LayerCall) -> Layout:
         """Return the positions of a call's tokens, which the layers of a forward pass share."""
         query, key = call.query, call.key
-        if type(query) is not Tensor or not values_are_readable(query):
+        if type(query) is not Tensor or query.is_meta or torch.compiler.is_compiling():
             return self._compute_layout(call)
-        shape = (query.shape[0], query.shape[2], key.shape[2], query.device)
+        # a captured graph computes its own: what a pass before it has left behind would never change again
+        shape = (query.shape[0], query.shape[2], key.shape[2], query.device, values_are_readable(query))
         layer = self.index, self.layout_kind
         return self.layouts.get(layer, shape, call.mask, call.position_ids, lambda: self._compute_layout(call))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isentrope.backends.band.backend import BandBackend
 from isentrope.backends.blocks.gathered import backward_gathered, forward_gathered
+from isentrope.backends.blocks.one_query import get_plan
 from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset, merge
 from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.sdpa import SDPABackend
@@ -49,6 +50,14 @@ class BlocksBackend(BandBackend):
         out, lse = SDPABackend.forward(self, near, need_lse=True)
         assert lse is not None
         return merge([PartialOutput(out, lse), far], call.layout.queries)
+
+    def choose_and_forward(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+        """Compute a call whose blocks are not chosen yet, for one query a row; None where no kernel takes it."""
+        if (plan := get_plan(call)) is None:
+            return None
+        from isentrope.backends.blocks.one_query_kernel import launch
+
+        return launch(call.q, call.k, call.v, call.scale, plan)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         return SDPABackend.forward_branches(self, branches)  # those of a call with gradients

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from isentrope.backends.protocol import Backend, triton_refusal
 from isentrope.core.call import AttentionCall
-from isentrope.core.layout import Layout
-from isentrope.core.region import Region
+from isentrope.core.layout import MAX_SPANS
 
 MAX_BRANCHES = 2
-MAX_SPANS = 2  # of a branch
 
 
 class DecodeBackend(Backend):
@@ -36,8 +34,7 @@ class DecodeBackend(Backend):
         return "it has no backward" if call.needs_grad else triton_refusal(call)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
-        regions = [branch.region for branch in call.branches]
-        bounds = call.layout.cached(("decode bounds", *regions), lambda: _make_bounds(call.layout, regions))
+        bounds = call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
         pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
         rotated = [angles is not None for angles in pairs]
         rotations = [x for angles in pairs for x in angles or ()]
@@ -47,17 +44,6 @@ class DecodeBackend(Backend):
             [call.q, call.k, call.v], bounds, rotations, rotated, [*taus, *offsets], call.scale, call.normalise
         )
         return out, lse
-
-
-def _make_bounds(layout: Layout, regions: list[Region]) -> Tensor:
-    """Return the slots that the query of each row sees in each branch, [low, high) twice: (batch or 1, branches, 4)."""
-    bounds = []
-    for region in regions:
-        low, high = (x[:, 0] for x in layout.bounds(region))
-        pairs = torch.stack((low, high), -1).flatten(1)
-        bounds.append(torch.nn.functional.pad(pairs, (0, 2 * MAX_SPANS - pairs.shape[1])))
-    rows = max(x.shape[0] for x in bounds)
-    return torch.stack([x.expand(rows, -1) for x in bounds], 1).to(torch.int32).contiguous()
 
 
 def _run(

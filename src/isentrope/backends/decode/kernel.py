@@ -75,7 +75,8 @@ def launch(
             GROUPS=groups, ROWS=max(MIN_ROWS, triton.next_power_of_2(groups)), SIZE=size, HALF=size // 2,
             VALUE_SIZE=value_size, BLOCK=min(MAX_BLOCK_KEYS, MAX_BLOCK_BYTES // (size * q.element_size())),
             BRANCHES=bounds.shape[1], TAU0=tau0 is not None, TAU1=tau1 is not None, OFFSET0=offset0 is not None,
-            OFFSET1=offset1 is not None, NORMALISE=normalise, IEEE=q.dtype == torch.float32,
+            OFFSET1=offset1 is not None, PER_HEAD=any(x is not None and x.shape[1] > 1 for x in factors),
+            NORMALISE=normalise, IEEE=q.dtype == torch.float32,
             ROTATE_Q0=rotated[0], ROTATE_K0=rotated[1], ROTATE_Q1=rotated[2], ROTATE_K1=rotated[3],
         )  # fmt: skip
         _merge_splits[(batch * heads,)](partial_out, partial_lse, out, lse, VALUE_SIZE=value_size, SPLITS=splits)
@@ -88,8 +89,10 @@ def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
 
 
 @triton.jit
-def _load_heads(x, batch, head, x_batch, x_head, row, GROUPS: tl.constexpr):
+def _load_heads(x, batch, head, x_batch, x_head, row, GROUPS: tl.constexpr, PER_HEAD: tl.constexpr):
     """Load a value for each query head of one key head, (batch or 1, heads or 1, 1)."""
+    if not PER_HEAD:  # a scalar needs no exchange between threads
+        return tl.load(x + batch * x_batch).to(tl.float32) + row * 0.0
     return tl.load(x + batch * x_batch + head * x_head, mask=row < GROUPS, other=0.0).to(tl.float32)
 
 
@@ -139,7 +142,7 @@ def _attend_split(
     q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, kv_heads, splits,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr,
-    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, NORMALISE: tl.constexpr,
+    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, PER_HEAD: tl.constexpr, NORMALISE: tl.constexpr,
     ROTATE_Q0: tl.constexpr, ROTATE_K0: tl.constexpr, ROTATE_Q1: tl.constexpr, ROTATE_K1: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
@@ -170,13 +173,13 @@ def _attend_split(
     factor0, factor1 = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), 1.0, tl.float32)
     shift0, shift1 = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     if TAU0:
-        factor0 = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row, GROUPS)
+        factor0 = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row, GROUPS, PER_HEAD)
     if TAU1:
-        factor1 = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row, GROUPS)
+        factor1 = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row, GROUPS, PER_HEAD)
     if OFFSET0:
-        shift0 = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row, GROUPS)
+        shift0 = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row, GROUPS, PER_HEAD)
     if OFFSET1:
-        shift1 = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row, GROUPS)
+        shift1 = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row, GROUPS, PER_HEAD)
     q_pointer = q + batch * q_batch + q_head_index[:, None].to(tl.int64) * q_head + lane[None, :]
     cos_q0, sin_q0, cos_k0, sin_k0 = (
         cos_q0 + batch * q0_batch, sin_q0 + batch * q0_batch, cos_k0 + batch * k0_batch, sin_k0 + batch * k0_batch,

@@ -25,7 +25,7 @@ SHARE = "share"
 
 
 def draw_perplexity(results: Path) -> list[Path]:
-    """Draw perplexity against position for each recipe of `perplexity.json`, beside it: all, and the stable ones.
+    """Draw perplexity against position for each recipe of `perplexity.json`, beside it: all, and those that hold.
 
     A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for temperatures
     and a share law.
@@ -46,13 +46,15 @@ def draw_perplexity(results: Path) -> list[Path]:
             colour, marker = methods.setdefault(method, (COLOURS[index], MARKERS[repeat % len(MARKERS)]))
             pattern = temperatures.setdefault(temperature, patterns[len(temperatures) % len(patterns)])
             style = {"color": colour, "linestyle": pattern, "marker": marker, "markersize": 4, "linewidth": 1.4}
-            for axes in (left, right) if max(row["perplexity"]) <= limit else (left,):
+            # plain is never among them: where it nearly holds, it would still flatten the others
+            stable = method != "plain" and max(row["perplexity"]) <= limit
+            for axes in (left, right) if stable else (left,):
                 axes.plot(middles, row["perplexity"], **style)
         left.set_yscale("log")
         texts = max(row["texts"] for row in rows)
         figure.suptitle(f"Perplexity by position: {data['model']['name']}, {texts} texts", x=0.01, ha="left")
         left.set_title("All recipes")
-        right.set_title("Stable recipes")
+        right.set_title(f"Those that hold, within {MAX_RATIO_TO_BEST:g} × of the best; without plain")
         for axes in (left, right):
             # labels any closer would overlap
             ticks = [edge for edge, after in pairwise((*edges, inf)) if after - edge >= 0.05 * edges[-1]]

@@ -23,6 +23,8 @@ from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 MARKERS = "osD^vPX*pd"
 MAX_ROWS_PER_PANEL = 9  # with more, each method has a panel
+MAX_RATIO_TO_BEST = 1.5  # of perplexities at the longest length, up to which a row holds
+PLAIN_RECIPES = ("plain", "rope")
 METRIC_NAMES = {"acc": "accuracy", "ppl": "perplexity"}
 
 
@@ -43,6 +45,12 @@ def draw_curves(folder: Path) -> list[Path]:
         captions[f"{metric}.svg"] = (
             f"{name.capitalize()} against length, {protocol}; bars: 95 % intervals over documents."
         )
+    if stable := _select_stable(plan, rows):
+        paths += save_figure(_draw_metric(plan | {"rows": stable}, rows, "ppl"), out / "ppl_stable")
+        captions["ppl_stable.svg"] = (
+            f"Perplexity of the rows that hold, {protocol}: at the longest length within {MAX_RATIO_TO_BEST:g} times "
+            "the best; plain is left out."
+        )
     if any(row["entropy"] for row in rows):
         paths += save_figure(_draw_entropies(plan, rows), out / "entropy")
         captions["entropy.svg"] = "Attention entropy of each layer against length; grey: ln n, uniform attention."
@@ -50,6 +58,23 @@ def draw_curves(folder: Path) -> list[Path]:
     known = read_fields(captions_file, "delete it, and run the plan again") if captions_file.exists() else {}
     captions_file.write_text(json.dumps(known | captions, indent=1, ensure_ascii=False), encoding="utf-8")
     return paths
+
+
+def _select_stable(plan: dict[str, Any], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the plan's rows whose perplexity at the longest length is near the best, without plain attention.
+
+    Empty where that leaves one row or all: the figure would show nothing new.
+    """
+    last = max(row["length"] for row in rows)
+    plain = {(row["method"], row["variant"]) for row in plan["rows"] if row.get("recipe") in PLAIN_RECIPES}
+    final: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["length"] == last and (row["method"], row["variant"]) not in plain:
+            final.setdefault((row["method"], row["variant"]), []).append(row["ppl"])
+    means = {pair: _mean(values) for pair, values in final.items()}
+    limit = MAX_RATIO_TO_BEST * min(means.values(), default=0.0)
+    stable = [row for row in plan["rows"] if means.get((row["method"], row["variant"]), limit + 1) <= limit]
+    return stable if 1 < len(stable) < len(plan["rows"]) else []
 
 
 def _draw_metric(plan: dict[str, Any], rows: list[dict[str, Any]], metric: str) -> Figure:

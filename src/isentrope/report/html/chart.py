@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from math import ceil, floor, log10
 from typing import Any
+
+from isentrope.report.html.fragments import render
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 260, 44, 30
 MAX_POINTS = 240  # more would not be visible
@@ -15,31 +16,26 @@ DASHES = ("", "6 3", "2 3")
 
 def render_losses(logs: dict[str, list[dict[str, Any]]]) -> str:
     """Render loss against step for each log, with a legend; empty if no log has two rows."""
-    curves = {name: _thin_rows(rows) for name, rows in logs.items()}
-    curves = {name: points for name, points in curves.items() if len(points) > 1}
-    if not curves:
+    points = {name: _thin_rows(rows) for name, rows in logs.items()}
+    points = {name: pairs for name, pairs in points.items() if len(pairs) > 1}
+    if not points:
         return ""
-    step_ticks = _round_ticks(max(step for points in curves.values() for step, _ in points))
-    loss_ticks = _round_ticks(max(loss for points in curves.values() for _, loss in points))
+    step_ticks = _round_ticks(max(step for pairs in points.values() for step, _ in pairs))
+    loss_ticks = _round_ticks(max(loss for pairs in points.values() for _, loss in pairs))
     scale = Scale(step_ticks[-1], loss_ticks[-1])
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Training loss against step">']
-    for value in loss_ticks:
-        y = scale.y(value)
-        parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{value:g}</text>')
-    for value in step_ticks:
-        anchor = "end" if value == step_ticks[-1] else "middle"
-        parts.append(f'<text x="{scale.x(value)}" y="{HEIGHT - 10}" text-anchor="{anchor}">{value:g}</text>')
-    legend = []
-    for index, (name, points) in enumerate(curves.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        dash = DASHES[index // len(COLOURS) % len(DASHES)]
-        path = " ".join(f"{scale.x(step)},{scale.y(loss)}" for step, loss in points)
-        stroke = f'stroke="{colour}" stroke-dasharray="{dash}"'
-        parts.append(f'<polyline class="curve" points="{path}" {stroke}><title>{escape(name)}</title></polyline>')
-        key = f'<svg viewBox="0 0 24 8" aria-hidden="true"><line x1="0" x2="24" y1="4" y2="4" {stroke}/></svg>'
-        legend.append(f"<li>{key}{escape(name)}</li>")
-    return f'{"".join(parts)}</svg><ul class="legend">{"".join(legend)}</ul>'
+    curves = [
+        {
+            "name": name,
+            "points": " ".join(f"{scale.x(step)},{scale.y(loss)}" for step, loss in pairs),
+            "colour": COLOURS[index % len(COLOURS)],
+            "dash": DASHES[index // len(COLOURS) % len(DASHES)],
+        }
+        for index, (name, pairs) in enumerate(points.items())
+    ]
+    losses = [{"at": scale.y(value), "text": f"{value:g}"} for value in loss_ticks]
+    steps = [{"at": scale.x(value), "text": f"{value:g}"} for value in step_ticks]
+    size = {"width": WIDTH, "height": HEIGHT, "left": LEFT}
+    return render("chart.html", losses=losses, steps=steps, curves=curves, **size)
 
 
 class Scale:

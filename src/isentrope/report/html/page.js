@@ -38,3 +38,8 @@ for (const sheet of document.querySelectorAll(".sheet")) {
     sheet.classList.toggle("with-intervals", event.target.checked);
   });
 }
+for (const box of document.querySelectorAll("figure .scroll")) {
+  const toggle = () => box.classList.toggle("enlarged");
+  box.addEventListener("click", toggle);
+  box.addEventListener("keydown", (event) => event.key === "Enter" && toggle());
+}
