@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # the newest of what is installed and what asks for it
 READY := $(VENV)/.ready
+SITE_READY := $(VENV)/.site-ready
 INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-results demo test fuzz lint format bench clean
+.PHONY: check-results demo test docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -31,6 +32,15 @@ test: $(READY)  ## every test that runs on this machine
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py
+	@$(MAKE) --no-print-directory docs
+
+# what builds the site, apart from what `make demo` needs
+$(SITE_READY): $(READY)
+	@$(INSTALL) -e ".[docs]"
+	@touch $(SITE_READY)
+
+docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
@@ -53,4 +63,4 @@ bench: $(READY)  ## every method as a ratio to its baseline: the whole suite
 	$(BIN)/python benchmarks/plot.py results/benchmarks.json
 
 clean:
-	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -381,9 +381,9 @@ def test_several_models_side_by_side(tmp_path):
 
 
 def test_the_guide_runs():
-    guide = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "inspect.md").read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
-        exec(compile(block, "docs/inspect.md", "exec"), {})
+        exec(compile(block, "docs/guides/inspect.md", "exec"), {})
 
 
 def test_from_python(tmp_path, monkeypatch):

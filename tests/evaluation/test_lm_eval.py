@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from isentrope.evaluation.lm_eval import Isentrope, _parse_argument  # noqa: E402
 
-GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "lm-eval.md"
 LLAMA = str(Path(models.__file__).parent / "shipped" / "llama")  # trained at 256 characters
 FIRST = 2  # the token before a text: this model has none of its own
 ARGUMENTS = {"pretrained": LLAMA, "dtype": "float32", "prefix_token_id": FIRST, "max_length": 2048}

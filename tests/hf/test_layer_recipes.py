@@ -250,7 +250,7 @@ def test_inspection_sees_each_layer_as_it_attends():
 
 
 def test_the_guide_runs(capsys):
-    guide = (Path(__file__).parents[2] / "docs" / "extend.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "extend.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"## A recipe per layer\n\n```python\n(.*?)```", guide, re.DOTALL)
     exec(code, {})
     page = capsys.readouterr().out

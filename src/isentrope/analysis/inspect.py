@@ -90,7 +90,7 @@ class Inspection:
 
     Args:
         data: the content of `inspect.json`.
-        heatmaps: by name, as `docs/inspect.md` lists them.
+        heatmaps: by name, as `docs/guides/inspect.md` lists them.
         path: of `inspect.json`; None where nothing was kept.
     """
 

@@ -35,7 +35,7 @@ MAX_LAYOUT_VALUES = 16
 # Built calls of one layout and position method, as many as a model has layers, and the largest τ kept with one.
 MAX_BUILT_CALLS = 256
 MAX_TAU_ELEMENTS = 1 << 20
-# Tables of laws for one query a row, at most 4 MiB each: 28 launches of a decoding step become 5.
+# Tables of laws for one query a row, at most 4 MiB each: 28 operations of a decoding step become 4.
 MAX_LAW_TABLES = 64
 # Recipes by their text: call 0.24 → 0.50 ms.
 MAX_RECIPE_TEXTS = 256
