@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 from transformers import MistralConfig
+from transformers.utils import logging as transformers_logging
 
 import isentrope as ise
 from isentrope.hf.auto import choose_for_config, resolve_auto
@@ -86,6 +87,7 @@ def test_a_window_beyond_the_training_length_warns():
 
 
 def test_lengths_of_extended_models_are_not_warned_of(caplog, monkeypatch):
+    transformers_logging.warning_once.cache_clear()  # another test may have been warned
     for name in ("transformers", "transformers.generation.stopping_criteria"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     model = ise.extend(llama(), "rerope:window=32")
