@@ -177,8 +177,8 @@ def escape_cell(text: str) -> str:
 
 
 def escape_prose(text: str) -> str:
-    """Keep characters of formulas from being read as markup."""
-    return re.sub(r"(?<!`)([*_<])(?!`)", r"\\\1", text)
+    """Keep characters of formulas from being read as markup, outside of code."""
+    return re.sub(r"(`[^`]*`)|([*_<])", lambda match: match[1] or f"\\{match[2]}", text)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -203,7 +203,8 @@ def draw_picture(kind: str, text: dict[str, Any]) -> tuple[str, str] | None:
     if isinstance(part, Position) and part.rotates and not has_own_map(part):
         return draw_grid(lambda i, j: (i - j) * (ratio or 1.0) if j <= i else None), grid_caption(text["picture"])
     if isinstance(part, Position) and part.rotates:
-        return draw_grid(partial(distance, part)), grid_caption(text["picture"])
+        distances = compute_distances(part)
+        return draw_grid(lambda i, j: distances[i][j]), grid_caption(text["picture"])
     if isinstance(part, Position):
         return (
             draw_grid(partial(bias, part), bias_colour),
@@ -250,33 +251,16 @@ def has_own_map(part: Position) -> bool:
     return len(branches) > 1
 
 
-def distance(part: Position, i: int, j: int) -> float | None:
-    """Return the distance at which a query and a key meet, from the branches of the method; of the slowest pairs."""
-    return _distances(part)[i][j]
+def compute_distances(part: Position) -> list[list[float | None]]:
+    """Return the distance at which each query sees each key, from the branches of the method; of the slowest pairs."""
+    steps = torch.arange(LENGTH)[None]
+    branches = part.branches(steps, steps, 1, (LENGTH, LENGTH))
 
+    def distance(i: int, j: int) -> float:
+        branch = next(each for each in branches if any(span.contains(i, j) for span in each.region.spans))
+        return position_of(branch.query, i) - position_of(branch.key, j)
 
-_grids: dict[str, list[list[float | None]]] = {}
-
-
-def _distances(part: Position) -> list[list[float | None]]:
-    key = str(part)
-    if key not in _grids:
-        steps = torch.arange(LENGTH)[None]
-        branches = part.branches(steps, steps, 1, (LENGTH, LENGTH))
-        _grids[key] = [
-            [
-                next(
-                    position_of(branch.query, i) - position_of(branch.key, j)
-                    for branch in branches
-                    if any(span.contains(i, j) for span in branch.region.spans)
-                )
-                if j <= i
-                else None
-                for j in range(LENGTH)
-            ]
-            for i in range(LENGTH)
-        ]
-    return _grids[key]
+    return [[distance(i, j) if j <= i else None for j in range(LENGTH)] for i in range(LENGTH)]
 
 
 def position_of(at: Any, index: int) -> float:

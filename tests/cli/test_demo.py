@@ -71,6 +71,11 @@ def test_mistakes(options: list[str], expected: str, tmp_path: Path) -> None:
     assert_one_line(runner.invoke(app, ["demo", *options, "--out", str(tmp_path)]), expected)
 
 
+def test_auto_is_replaced_by_what_it_stands_for() -> None:
+    recipes = opening.prepare_opening(None, None, ["auto"], None, 8).config.recipes
+    assert recipes[0] == "plain" and recipes[1].startswith("rerope:window=128+share+retrieve")
+
+
 def test_weights_that_are_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(opening, "SHIPPED_MODELS", tmp_path)
     with pytest.raises(ValueError, match="the small Llama is not part of this installation"):

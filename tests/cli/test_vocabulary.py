@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -110,9 +112,12 @@ def test_default_folders_name_model_and_length(tmp_path):
     assert name_results("inspect", str(tmp_path / "base" / "best"), 512) == Path("results/inspect/base-best-512")
     assert name_results("inspect", "owner/name", 8, "q4.gguf") == Path("results/inspect/owner-name-q4-8")
     assert name_recipe("rerope:window=64+share") == "rerope-window-64-share"
+    assert name_recipe("rope+power:gamma=-0.5") != name_recipe("rope+power:gamma=0.5")
+    tables = [f"rope+power:gamma=({'0.25,' * 500}{last},)" for last in (0.5, 0.75)]
+    assert len({name_recipe(table) for table in tables}) == 2 and len(name_recipe(tables[0])) < 100
 
 
-def test_json_is_alone_on_stdout(capsys):
+def test_json_is_alone_on_stdout(capsys, monkeypatch):
     with Output(as_json=True) as output:
         print("a library's own line")
         output.print("a line for people")
@@ -121,6 +126,16 @@ def test_json_is_alone_on_stdout(capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"loss": None, "rows": [1.5, None], "files": ["a.json"]}
     assert printed.err == "a library's own line\n"
+    with Output(as_json=True):  # a process that helps another has no result of its own
+        pass
+    assert capsys.readouterr().out == ""
+    latin = TextIOWrapper(BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", latin)
+    with Output(as_json=True) as output:
+        output.add(model="GAU-α")
+    monkeypatch.undo()
+    latin.flush()
+    assert json.loads(latin.buffer.getvalue()) == {"model": "GAU-α"}
     result = run("report", Path(__file__).parent, "--json")
     assert_one_line(result)
     assert result.stdout == ""  # an error leaves it empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import isentrope as ise
 from isentrope import builder
@@ -55,4 +56,27 @@ def test_a_table_is_made_once_and_not_while_a_graph_is_captured(monkeypatch):
     assert law_tables.look_up_law(law, "law", 3, 3, like).item() == 6
     assert law_tables.look_up_law(law, "law", torch.tensor([1, 9]), 9, like).flatten().tolist() == [2, 18]
     assert made == [law_tables.MIN_TABLE_ENTRIES]
-    assert law_tables.look_up_law(law, "law", law_tables.MAX_TABLE_ELEMENTS, 0, like) is None
+    assert law_tables.look_up_law(law, "law", torch.tensor([1]), law_tables.MAX_TABLE_ELEMENTS, like) is None
+    assert law_tables.look_up_law(law, "law", law_tables.MAX_EXACT_COUNT, 0, like) is None
+
+
+def test_a_long_context_and_laws_of_their_own_in_every_layer_take_short_tables():
+    made = []
+
+    def law(n):
+        made.append(n.shape[-1])
+        return n * torch.ones(1, 64, 1)
+
+    ise.clear_caches()
+    for n in (200_000, 200_001):
+        for layer in range(200):
+            entry = law_tables.look_up_law(law, ("law", layer), n, n, torch.empty(0))
+            assert entry.shape == (1, 64, 1) and entry[0, 0, 0] == n
+    assert made == [law_tables.MIN_TABLE_ENTRIES] * 200
+
+
+def test_a_call_without_values_leaves_no_table_behind():
+    ise.clear_caches()
+    with FakeTensorMode():
+        build(LAWS[0], 37)
+    assert type(build(LAWS[0], 37).branches[-1].tau) is torch.Tensor

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
-from isentrope.evaluation.evaluate import evaluate
+from isentrope.data.tasks import SENTENCES, load_filler
+from isentrope.evaluation.evaluate import evaluate, plan_comparison, prepare_inputs
 from isentrope.evaluation.texts import collect_texts, iterate_documents
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from tests.fixtures.models import TRAINED, llama, tokens
@@ -40,6 +42,10 @@ def test_a_model_by_name_reads_files_and_strings(tmp_path):
     by_text = evaluate(model, letters, ["infoscale"], "2x")
     assert [row["perplexity"] for row in by_file.rows] == [row["perplexity"] for row in by_text.rows]
     assert by_file.leaderboard["edges"] == [0, 32, 64, 128]
+    wanted = plan_comparison(AutoConfig.from_pretrained(model), "model", ["infoscale"], "2x", passkeys=True)
+    haystacks = {"text-1": load_filler(SENTENCES)}
+    wanted, inputs = prepare_inputs(wanted, (), lambda: tokenizer, lambda: haystacks)
+    assert wanted.retrieval.fillers == tuple(inputs.haystacks) == ("text-1",)  # asked for, they are hidden in it too
 
 
 def test_what_texts_may_be(tmp_path):

@@ -212,3 +212,14 @@ def test_clear_caches_drops_the_layouts_of_a_pass():
     assert made[0] is made[1] and len(layouts.entries) == 1
     ise.clear_caches()
     assert not layouts.entries
+
+
+def test_a_captured_pass_reuses_no_layout_of_a_capture_that_was_left():
+    layouts, ids = LayoutCache(layer_count=3), tokens(1, 8)
+
+    def get(index):
+        return layouts.get((index, "kind"), (), None, ids, lambda: Layout(1, 8, 8, ids.device), captured=True)
+
+    left = [get(0), get(1)]
+    again = [get(0), get(1), get(2)]
+    assert left[0] is left[1] and again[0] is again[1] is again[2] and left[0] is not again[0]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from isentrope.analysis.formula_values import LAWS, METHODS, compute_formula_values
 from isentrope.cli import app
+from isentrope.report.html.explorer import write_explorer
 from tests.fixtures.commands import assert_one_line
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,14 @@ def test_the_page_is_one_small_file_with_the_measured_curves(page: Path) -> None
     rows = {row["recipe"]: row["perplexity"] for row in curves["llama"]["rows"]}
     assert rows["plain"] == pytest.approx(measured["rows"][0]["perplexity"], rel=1e-4)
     assert curves["llama"]["train_length"] == 256
+
+
+def test_perplexities_that_are_no_numbers_leave_a_page_that_browsers_read(tmp_path: Path) -> None:
+    row = {"recipe": "plain", "perplexity": [3.0, float("nan"), float("inf")]}
+    results = {"model": {"name": "small"}, "config": {"edges": [0, 4, 8, 16]}, "cells": [], "rows": [row]}
+    (tmp_path / "perplexity.json").write_text(json.dumps(results))
+    (curve,) = read_data(write_explorer(tmp_path / "explorer.html", {}, tmp_path))["measured"]
+    assert curve["rows"] == [{"recipe": "plain", "perplexity": [3.0, None, None]}]
 
 
 def test_values_that_the_page_is_checked_with(page: Path) -> None:

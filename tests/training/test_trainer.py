@@ -47,6 +47,14 @@ def test_the_log_has_a_row_for_every_interval(corpus, done):
         assert row["rate"] == TINY.learning_rate(row["step"] - 1, 12)
 
 
+def test_folders_of_others_are_refused_and_not_removed(corpus, tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="final: expected a model or no such folder, got other files"):
+        train(corpus, replace(TINY, steps=1), tmp_path)
+    assert (tmp_path / "final" / "notes.txt").read_text() == "mine"
+
+
 def test_train_json_says_how(done):
     told = json.loads((done / "train.json").read_text())
     assert told["finished"] and told["steps"] == 12 and told["processes"] == 1 and told["seconds"] > 0

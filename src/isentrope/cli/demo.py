@@ -23,7 +23,7 @@ def demo(
         str | None, typer.Option(help="A text to read; a module that the small Llama has not seen by default.")
     ] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="A recipe beside the plain model. Repeat for several.")
+        list[str] | None, typer.Option(help="A recipe beside the plain model, or auto. Repeat for several.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens to read; 16 times the training length by default.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after them.")] = 60,

@@ -42,7 +42,8 @@ def far_laws(
     from isentrope.report.figures.far_laws import draw_far_laws
     from isentrope.report.tables.far_laws import build_far_laws_table
 
-    length = prefer_new(length, longest, "--longest", "--length") or LONGEST
+    length = prefer_new(length, longest, "--longest", "--length")
+    length = LONGEST if length is None else length  # 0 is refused
     config = FarLawsConfig(train_length, window, head_dim, sigma, near_mean, length, queries)
     with Output(as_json) as output:
         results = compute_far_laws(config, out)

@@ -40,7 +40,8 @@ def laws(
     """
     from isentrope.analysis.entropy_laws import EntropyLawsConfig
 
-    length = prefer_new(length, longest, "--longest", "--length") or LONGEST
+    length = prefer_new(length, longest, "--longest", "--length")
+    length = LONGEST if length is None else length  # 0 is refused
     with Output(as_json) as output:
         run_laws(EntropyLawsConfig(train_length, head_dim, alpha, length, queries, seed), out, output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from isentrope.cli.completion import complete_recipe
 from isentrope.cli.output import print_error
 
 T = TypeVar("T")
+MAX_NAME = 80  # characters of a recipe in a file name
 TEXTS_HELP = "Text: a file, a folder or a glob; .txt, .parquet, or .jsonl(.xz) with a 'text' on each line."
 CORPUS_HELP = "A folder that 'isentrope data prepare' wrote."
 LENGTH_HELP = "Tokens read of each document; 4x: times the training length."
@@ -101,4 +103,8 @@ def name_results(command: str, model: str, length: int | str, gguf_file: str | N
 
 def name_recipe(recipe: str) -> str:
     """Turn a recipe's text into a part of a file name: rerope:window=64+share becomes rerope-window-64-share."""
-    return re.sub(r"[^a-z0-9.]+", "-", recipe.lower()).strip("-")
+    signed = re.sub(r"(?<=[=(,])-", "minus", recipe.lower())
+    name = re.sub(r"[^a-z0-9.]+", "-", signed).strip("-")
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[:MAX_NAME]}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"  # tables of heads are long

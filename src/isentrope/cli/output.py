@@ -46,9 +46,11 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
         content = self.fields | ({"files": self.files} if self.files else {})
-        # a command that ends with a status of its own may have a result, one that raises an error has none
-        if self.as_json and (error is None or (isinstance(error, typer.Exit) and content)):
-            typer.echo(json.dumps(_replace_nonfinite(content), ensure_ascii=False))
+        # a command that ends with a status of its own may have a result; one that raises an error has none, nor has a
+        # process that helps another
+        if self.as_json and content and (error is None or isinstance(error, typer.Exit)):
+            is_unicode = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()  # pipes on Windows are not
+            typer.echo(json.dumps(_replace_nonfinite(content), ensure_ascii=not is_unicode))
 
     def add(self, **fields: Any) -> None:
         """Add fields to the JSON object."""

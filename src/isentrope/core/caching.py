@@ -35,8 +35,9 @@ MAX_LAYOUT_VALUES = 16
 # Built calls of one layout and position method, as many as a model has layers, and the largest τ kept with one.
 MAX_BUILT_CALLS = 256
 MAX_TAU_ELEMENTS = 1 << 20
-# Tables of laws for one query a row, at most 4 MiB each: 28 operations of a decoding step become 4.
-MAX_LAW_TABLES = 64
+# Tables of laws for one query a row, at most 1 MiB each in fp32: 28 operations of a decoding step become 4. Laws may
+# differ from layer to layer, and a layer has two: with fewer tables than laws each would be computed at every step.
+MAX_LAW_TABLES = 256
 # Recipes by their text: call 0.24 → 0.50 ms.
 MAX_RECIPE_TEXTS = 256
 # Compiled functions: 0.3 s to compile one again with a warm compiler cache, in place of 3 ms.

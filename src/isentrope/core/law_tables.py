@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from isentrope.core.caching import MAX_LAW_TABLES, LRUCache
 from isentrope.core.compile import values_are_readable
 
-MIN_TABLE_ENTRIES = 1 << 12
-MAX_TABLE_ELEMENTS = 1 << 20  # heads included
+MIN_TABLE_ENTRIES = 1 << 10
+MAX_TABLE_ELEMENTS = 1 << 18  # heads included
+MAX_EXACT_COUNT = 1 << 24  # fp32 has every integer below
 
 _tables = LRUCache[Hashable, "Tensor | None"](MAX_LAW_TABLES)
 
@@ -33,23 +34,27 @@ def look_up_law(
         max_n: what n never exceeds, where it is a tensor.
         like: a tensor with the device and dtype of the values.
     """
-    entries = max(MIN_TABLE_ENTRIES, 1 << (n if isinstance(n, int) else max_n).bit_length())
-    if entries > MAX_TABLE_ELEMENTS:
+    start, entries = 0, max(MIN_TABLE_ENTRIES, 1 << max_n.bit_length())
+    if isinstance(n, int):  # the next steps read the entries after it, so that a short table serves them
+        if n >= MAX_EXACT_COUNT:
+            return None
+        start, entries = n - n % MIN_TABLE_ENTRIES, MIN_TABLE_ENTRIES
+    if entries > MAX_TABLE_ELEMENTS or type(like) is not Tensor:  # a tensor without values must not be kept
         return None
-    full_key = (key, entries, like.dtype, like.device)
+    full_key = (key, start, entries, like.dtype, like.device)
     if not values_are_readable(like) and full_key not in _tables:
         return None  # what a graph is captured with must not be computed by its first replay
-    table = _tables.get(full_key, lambda: _make_table(law, entries, like))
+    table = _tables.get(full_key, lambda: _make_table(law, range(start, start + entries), like))
     if table is None:
         return None
     if isinstance(n, int):
-        return table[n : n + 1, :, None]
+        return table[n - start : n - start + 1, :, None]
     return F.embedding(n, table)[..., None]
 
 
-def _make_table(law: Callable[[Tensor], Tensor], entries: int, like: Tensor) -> Tensor | None:
+def _make_table(law: Callable[[Tensor], Tensor], counts: range, like: Tensor) -> Tensor | None:
     """Return the values of a law, (entries, heads or 1); None where that is too many."""
     with torch.no_grad():
-        n = torch.arange(entries, dtype=like.dtype, device=like.device)
+        n = torch.arange(counts.start, counts.stop, dtype=like.dtype, device=like.device)
         values = law(n[None, None])
     return None if values.numel() > MAX_TABLE_ELEMENTS else values[0].mT.contiguous()

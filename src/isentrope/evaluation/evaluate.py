@@ -176,8 +176,7 @@ def prepare_inputs(
     try:
         haystacks = make_haystacks()
         prompts = PromptFormat.from_tokenizer(make_tokenizer(), chat)
-        if comparison.optional_retrieval:
-            comparison = replace(comparison, retrieval=replace(comparison.retrieval, fillers=tuple(haystacks)))
+        comparison = replace(comparison, retrieval=replace(comparison.retrieval, fillers=tuple(haystacks)))
     except (ValueError, OSError) as error:
         if not comparison.optional_retrieval:
             raise

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.data.corpus import read_sympy_module
-from isentrope.evaluation.loading import load_on_device, load_tokenizer, read_causal_config
+from isentrope.evaluation.loading import load_on_device, load_tokenizer, read_causal_config, resolve_auto_for
 from isentrope.evaluation.recipe_texts import PLAIN
 from isentrope.evaluation.side_by_side import SideBySideConfig, compare_side_by_side
 from isentrope.evaluation.texts import iterate_documents, tokenize_documents
@@ -73,7 +73,7 @@ def prepare_opening(
     Args:
         model: a folder, or a name on the hub; the small Llama that ships by default.
         text: where a text is; a module of SymPy by default, with the small Llama alone.
-        recipes: beside the plain model; with the small Llama the best one measured on it.
+        recipes: beside the plain model, or "auto"; with the small Llama the best one measured on it.
         length: tokens to read; 16 times the training length by default.
         new_tokens: tokens to write after them.
 
@@ -94,7 +94,8 @@ def prepare_opening(
         if trained is None:
             raise ValueError(f"length: {model} names no training length; add --length TOKENS")
         length = DEFAULT_TIMES * trained
-    return Opening(model, text, SideBySideConfig((PLAIN, *recipes), length, new_tokens))
+    compared = PLAIN, *resolve_auto_for(model, recipes, length)
+    return Opening(model, text, SideBySideConfig(compared, length, new_tokens))
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:

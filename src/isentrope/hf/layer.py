@@ -143,9 +143,12 @@ class Layer(nn.Module):
         if type(query) is not Tensor or query.is_meta or torch.compiler.is_compiling():
             return self._compute_layout(call)
         # a captured graph computes its own: what a pass before it has left behind would never change again
-        shape = (query.shape[0], query.shape[2], key.shape[2], query.device, values_are_readable(query))
+        captured = not values_are_readable(query)
+        shape = (query.shape[0], query.shape[2], key.shape[2], query.device, captured)
         layer = self.index, self.layout_kind
-        return self.layouts.get(layer, shape, call.mask, call.position_ids, lambda: self._compute_layout(call))
+        return self.layouts.get(
+            layer, shape, call.mask, call.position_ids, lambda: self._compute_layout(call), captured
+        )
 
     def _compute_layout(self, call: LayerCall) -> Layout:
         layout, position_ids = make_layout(call.mask, call.query, call.key), call.position_ids

@@ -43,6 +43,7 @@ class LayoutCache:
         mask: Tensor | None,
         position_ids: Tensor | None,
         compute: Callable[[], Layout],
+        captured: bool = False,
     ) -> Layout:
         """Return the layout of a call, computed anew unless it belongs to the pass that the last one was for.
 
@@ -52,6 +53,8 @@ class LayoutCache:
             mask: as transformers passes it to the layer.
             position_ids: as transformers passes them to the layer.
             compute: makes the layout.
+            captured: whether a graph is being captured, which may have been left before its last layer, and must not
+                read what another has computed.
         """
         index, kind = layer
         # ids made in inference mode have no version that would show a change: a pass then ends where layers start over
@@ -63,7 +66,7 @@ class LayoutCache:
             or entry.mask() is not mask
             or entry.position_ids() is not position_ids
             or (entry.version, entry.shape) != (version, shape)
-            or (unversioned and entry.layer_index >= index)
+            or ((unversioned or captured) and entry.layer_index >= index)
         ):
             mask_reference, ids_reference = (self._reference(x, kind) for x in (mask, position_ids))
             entry = CachedLayout(index, mask_reference, ids_reference, version, shape, compute())

@@ -286,14 +286,18 @@ class Trainer:
     def _prepare_folder(self) -> None:
         """Remove what a killed process left incomplete."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for partial in [*self.out.rglob(".*.partial")]:
+        models = [self.out / name for name in ("best", "final")]
+        for partial in [path for folder in (self.out, *models) for path in folder.glob(".*.partial")]:
             if partial.is_dir():
                 shutil.rmtree(partial)
             else:
-                partial.unlink(missing_ok=True)  # gone with its folder
-        for name in ("best", "final"):  # the previous release wrote them before it had weights
-            if not (self.out / name / WEIGHTS).exists():
-                shutil.rmtree(self.out / name, ignore_errors=True)
+                partial.unlink()
+        for folder in models:
+            if not folder.exists() or (folder / WEIGHTS).exists():
+                continue
+            if not (self.out / "train.json").exists():  # not of a run
+                raise ValueError(f"{folder}: expected a model or no such folder, got other files; choose another --out")
+            shutil.rmtree(folder)  # the previous release wrote it before it had weights
         self._write_summary(finished=False)
 
     def _write_best(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,11 @@ def collect_curves(folder: Path) -> list[dict[str, Any]]:
                 "train_length": data.get("train_length"),
                 "edges": data["config"]["edges"],
                 "rows": [
-                    {"recipe": row["recipe"], "perplexity": [float(f"{x:.{DIGITS}g}") for x in row["perplexity"]]}
+                    {
+                        "recipe": row["recipe"],
+                        # JSON has no NaN and no infinity: a browser would refuse the whole page
+                        "perplexity": [float(f"{x:.{DIGITS}g}") if isfinite(x) else None for x in row["perplexity"]],
+                    }
                     for row in data["rows"]
                 ],
             }
