@@ -7,7 +7,7 @@ DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.site-ready
 INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
-# packages are installed without bytecode: written at the first import, it is there for every process after that
+# packages are installed without bytecode: written at the first import below, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: check-results demo test docs fuzz lint format bench clean
@@ -19,6 +19,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes a third longer to find its way
 	@$(INSTALL) torch
 	@$(INSTALL) -e ".[train]"
+	@$(BIN)/python -c "import isentrope.experiments.opening, transformers.models.llama.modeling_llama, matplotlib.pyplot"
 	@touch $(DEMO_READY)
 
 $(READY): $(DEMO_READY)
