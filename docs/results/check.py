@@ -141,7 +141,7 @@ def load_grid(folder: str) -> Grid:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of runs made before any claim was registered.
+    """A claim about runs made before any was registered.
 
     Args:
         text: the claim.
@@ -154,19 +154,21 @@ class Question:
     runs: tuple[tuple[str, Row, Row], ...]
 
 
-def ask(text: str, folders: str, this: tuple[str, str], than: tuple[str, str], equivalent: bool = False) -> Question:
-    """Ask the same of several folders."""
+def compare_rows(
+    text: str, folders: str, this: tuple[str, str], than: tuple[str, str], equivalent: bool = False
+) -> Question:
+    """Compare two rows in several folders."""
     return Question(text, equivalent, tuple((folder, Row(*this), Row(*than)) for folder in folders.split()))
 
 
 LONG = "novels/ablation-long books/ablation-long dna/ablation-long"
 PLAIN = ("GAU-α", "plain")
-COSINE = ask("", f"laws/ablation {LONG}", ("GAU-α", "C.S."), PLAIN).runs
-BOTH = ask("", f"laws/ablation {LONG}", ("GAU-α", "both"), ("GAU-α", "C.S.")).runs
+COSINE = compare_rows("", f"laws/ablation {LONG}", ("GAU-α", "C.S."), PLAIN).runs
+BOTH = compare_rows("", f"laws/ablation {LONG}", ("GAU-α", "both"), ("GAU-α", "C.S.")).runs
 SECOND = Row("CosScale 128", "C.S."), Row("CosScale 128", "both")
 SHARE = "laws/share novels/share books/share"
 QUESTIONS = (
-    ask(
+    compare_rows(
         "InfoScale improves plain RoPE, without training",
         f"laws/ablation laws/why {LONG} demo",
         ("GAU-α", "I.S."),
@@ -174,11 +176,15 @@ QUESTIONS = (
     ),
     Question("CosScale (α = 128) improves plain RoPE", False, (*COSINE, ("laws/why", SECOND[0], Row(*PLAIN)))),
     Question("InfoScale improves CosScale (α = 128)", False, (*BOTH, ("laws/why", SECOND[1], SECOND[0]))),
-    ask("InfoScale improves CosScale (α = 16)", "demo", ("GAU-α", "both"), ("GAU-α", "C.S.")),
-    ask("InfoScale changes nothing in a window", "laws/main", ("Windowed", "I.S."), ("Windowed", "plain"), True),
-    ask("InfoScale improves ReRoPE", f"laws/main {LONG} demo", ("ReRoPE", "I.S."), ("ReRoPE", "plain")),
-    ask("The share law improves ReRoPE more than InfoScale", SHARE, ("ReRoPE", "β = 0.5"), ("ReRoPE", "I.S.")),
-    ask("ReRoPE with the share law is as good as a window", SHARE, ("ReRoPE", "β = 0.5"), ("Windowed", "plain"), True),
+    compare_rows("InfoScale improves CosScale (α = 16)", "demo", ("GAU-α", "both"), ("GAU-α", "C.S.")),
+    compare_rows(
+        "InfoScale changes nothing in a window", "laws/main", ("Windowed", "I.S."), ("Windowed", "plain"), True
+    ),
+    compare_rows("InfoScale improves ReRoPE", f"laws/main {LONG} demo", ("ReRoPE", "I.S."), ("ReRoPE", "plain")),
+    compare_rows("The share law improves ReRoPE more than InfoScale", SHARE, ("ReRoPE", "β = 0.5"), ("ReRoPE", "I.S.")),
+    compare_rows(
+        "ReRoPE with the share law is as good as a window", SHARE, ("ReRoPE", "β = 0.5"), ("Windowed", "plain"), True
+    ),
 )
 LENGTH, MARGIN = 4096, 0.01
 
@@ -203,7 +209,7 @@ def render_questions() -> str:
     equivalences = [question.equivalent for question in QUESTIONS]
     decisions = decide_claims(effects, [MARGIN] * len(effects), equivalences)
     lines = [
-        "| asked | verdict | ACC at 4096 | 95 % interval | pre-trainings | of this sign |",
+        "| question | verdict | ACC at 4096 | 95 % interval | pre-trainings | of this sign |",
         "|---|---|---|---|---|---|",
     ]
     for question, (effect, alike), decision in zip(QUESTIONS, estimates, decisions, strict=True):

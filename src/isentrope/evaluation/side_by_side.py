@@ -118,7 +118,7 @@ def _read_and_continue(
     ids = tokens.to(model.device)[None]
     start = time.perf_counter()
     with torch.inference_mode(), _no_length_warning():
-        # generation goes on from a cache of all tokens but the last, which are those that predict something
+        # generation resumes from a cache of all tokens but the last, which are those that predict something
         state = get_decoder(model)(input_ids=ids[:, :-1], use_cache=True)
         losses = losses_from_hidden(model, state.last_hidden_state[0], ids[0, 1:]).double().cpu()
         read = time.perf_counter() - start

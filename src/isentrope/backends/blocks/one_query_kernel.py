@@ -1,7 +1,7 @@
 """The Triton kernels of one query a row that chooses blocks of far keys: one scores and chooses, one attends.
 
 Keys are read where they lie in a cache of raw keys, and rotated in registers. In each kernel the program that ends last
-goes on with what the others have written: it chooses the blocks, or merges partial outputs, so that a call is two
+takes up what the others have written: it chooses the blocks, or merges partial outputs, so that a call is two
 launches. Imported only where Triton is installed.
 """
 
@@ -87,7 +87,7 @@ def _load_head_values(x, head, x_head, row, GROUPS: tl.constexpr):
 
 @triton.jit
 def _count_finished(counter):
-    """Return how many programs had ended before; all that they wrote is visible to the one that is told the last."""
+    """Return how many programs ended before; the last one sees all that they wrote."""
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel")
 

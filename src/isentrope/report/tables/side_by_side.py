@@ -60,7 +60,7 @@ def _build_texts(data: dict[str, Any]) -> Table:
         (row["recipe"], row["continuation"], style)
         for row, style in zip(data["rows"], STYLES * len(data["rows"]), strict=False)
     ]
-    prompt = data["prompt_end"].rpartition("\n")[2]  # of the line that goes on
+    prompt = data["prompt_end"].rpartition("\n")[2]  # of the line to be continued
     panels = [
         Panel(Text(prompt, "dim") + Text("\n".join(wrap_text(text, 36, 8))), title=Text(label, style), width=40)
         for label, text, style in entries
