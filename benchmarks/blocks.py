@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from measure import Row, save, sizes, times
 
-from isentrope.attention import attention
 from isentrope.backends.band import kernel as band_kernel
 from isentrope.core.compile import can_run_triton
+from isentrope.functional import attention
 from isentrope.utils.provenance import collect_provenance
 
 SHAPES = ",".join("x".join(map(str, shape)) for shape in product((64, 128), (64, 128), (2, 3, 4), (4, 8)))

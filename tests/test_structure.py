@@ -29,7 +29,7 @@ LEVELS = (
     ("builder", "entropy"),
     ("block_selection",),
     ("dispatch",),
-    ("attention",),
+    ("functional",),
     ("hf", "models"),
     ("data",),
     ("training",),
@@ -46,7 +46,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_PARAMETERS = 7
 # the public entry point, and signatures that transformers calls
 MANY_PARAMETERS = {
-    ("attention.py", "attention"),
+    ("functional.py", "attention"),
     ("hf/layer.py", "attention_forward"),
     ("hf/mask.py", "make_frames_mask"),
     ("models/gau/config.py", "__init__"),
@@ -164,7 +164,8 @@ def test_report_reads_results_without_torch():
 def test_importing_isentrope_loads_torch_and_nothing_heavier():
     heavy = ["transformers", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "typer", "rich", "triton"]
     code = (
-        "import torch, sys; before = set(sys.modules); import isentrope\n"
+        "import isentrope, sys; assert 'torch' not in sys.modules; import torch; before = set(sys.modules)\n"
+        "isentrope.attention, isentrope.ReRoPE, isentrope.masks\n"
         f"print([m for m in {heavy} if m in set(sys.modules) - before])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from isentrope.attention import attention
+from isentrope.functional import attention
 from isentrope.masks import Mask
 from isentrope.parts import REQUIRED, Part
 from isentrope.positions.branch import Position

@@ -10,12 +10,12 @@ from torch.autograd import forward_ad
 
 import isentrope as ise
 from isentrope import dispatch
-from isentrope.attention import attention
 from isentrope.backends.band.backend import plan_band
 from isentrope.builder import Inputs, build_call
 from isentrope.core import compile as compiled
 from isentrope.core.region import Region
 from isentrope.core.rotation import _rotate_and_scale, compute_angles, rotate_and_scale
+from isentrope.functional import attention
 from tests.contract.matrix import Setting
 
 hopper = pytest.mark.skipif(

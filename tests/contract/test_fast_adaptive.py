@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isentrope.attention import attention
+from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import (
     NARROW,

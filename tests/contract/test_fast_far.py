@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isentrope.attention import attention
 from isentrope.backends.band.corner import split_corner
 from isentrope.builder import Inputs, build_call
 from isentrope.core.region import Span
+from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import (
     FEWER,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.attention import attention
 from isentrope.block_selection import choose_blocks
 from isentrope.builder import Inputs, build_call, compute_geometry
 from isentrope.core.call import FoldedBranch
@@ -18,6 +17,7 @@ from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.rotation import normalise_vectors
 from isentrope.dispatch import AUTO, BLOCKS, CHUNKED, choose_uncompiled
 from isentrope.entropy import set_entropy_tau
+from isentrope.functional import attention
 from isentrope.hf.capture import CapturedAttention
 
 MAX_PAIRS = {"cpu": 1 << 20, "cuda": 1 << 25}  # of queries and keys, in memory at once

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isentrope import theory
 from isentrope.analysis.law_results import make_folder, write_law_results
-from isentrope.attention import attention
+from isentrope.functional import attention
 from isentrope.recipe import Recipe
 from isentrope.scores import Cosine
 from isentrope.temperatures import (

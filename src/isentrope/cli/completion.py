@@ -27,5 +27,5 @@ def complete_part(incomplete: str) -> list[str]:
 def complete_recipe(incomplete: str) -> list[str]:
     """Complete the name of the last part of a recipe."""
     before, plus, last = incomplete.rpartition("+")
-    names = complete_part(last) + ([] if before else [name for name in ("plain",) if name.startswith(last)])
+    names = complete_part(last) + ([] if before else [name for name in ("plain", "auto") if name.startswith(last)])
     return [f"{before}{plus}{name}" for name in names]

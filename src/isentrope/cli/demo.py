@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
+from isentrope.cli.completion import complete_recipe
 from isentrope.cli.options import AsJson, Device, Dtype
 from isentrope.cli.output import Output, print_progress
 from isentrope.utils.files import RERUN_REMEDY, read_json
@@ -23,7 +24,10 @@ def demo(
         str | None, typer.Option(help="A text to read; a module that the small Llama has not seen by default.")
     ] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="A recipe beside the plain model, or auto. Repeat for several.")
+        list[str] | None,
+        typer.Option(
+            help="A recipe beside the plain model, or auto. Repeat for several.", autocompletion=complete_recipe
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens to read; 16 times the training length by default.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after them.")] = 60,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, errors_in_one_line
+from isentrope.cli.completion import complete_recipe
 from isentrope.cli.options import (
     AsJson,
     CommandWithMoreData,
@@ -40,7 +41,10 @@ def evaluate(
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help="A recipe to compare, or auto; repeat for several. Causal models have a default selection."),
+        typer.Option(
+            help="A recipe to compare, or auto; repeat for several. Causal models have a default selection.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     length: Annotated[str, typer.Option(help="Tokens read of each document; 4x: times the training length.")] = "4x",
     retrieval: Annotated[

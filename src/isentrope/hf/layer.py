@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from isentrope.attention import attention
 from isentrope.core.caching import bounded_cache
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
+from isentrope.functional import attention
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
 from isentrope.hf.layout_cache import LayoutCache

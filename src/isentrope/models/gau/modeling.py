@@ -20,10 +20,10 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from isentrope.attention import attention
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype, choose_load_dtype
 from isentrope.core.layout import Layout, find_token_frames, get_layout
+from isentrope.functional import attention
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.models.gau.dropout import dropout
 from isentrope.positions import CLEX
