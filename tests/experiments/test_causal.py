@@ -213,17 +213,15 @@ def test_nothing_is_measured_before_what_cannot_be_asked_is_refused(run, tmp_pat
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("edges", "512", "edges: expected a list of whole numbers, got 512"),
-        ("edges", "[0, 128, x]", "edges: expected a list of whole numbers"),
-        ("edges", "[0, 128.5, 256]", "edges: expected a list of whole numbers"),
+        ("edges", "512", "edges: expected a list, got 512"),
+        ("edges", "[0, 128, x]", "edges: item 3: expected a whole number, got 'x'"),
+        ("edges", "[0, 128.5, 256]", "edges: item 2: expected a whole number, got 128.5"),
         ("edges", "[0, 1, 256]", "edges: expected two tokens or more in the first bucket, got 1"),
-        ("recipes", "plain", "recipes: expected a list of strings, got 'plain'"),
+        ("recipes", "plain", "recipes: expected a list, got 'plain'"),
         ("documents", "many", "documents: expected a whole number, got 'many'"),
-        (
-            "retrieval",
-            "{tasks: [passkey], lengths: 512}",
-            "retrieval: lengths: expected a list of whole numbers, got 512",
-        ),
+        ("retrieval", "{tasks: [passkey], lengths: 512}", "plan wrong: retrieval: lengths: expected a list, got 512"),
+        ("texts", "5", "plan wrong: texts: expected a list, got 5"),
+        ("title", "5", "plan wrong: title: expected a string, got 5"),
         ("retrieval", "{tasks: [passkey], lengths: [512], examples: two}", "examples: expected a whole number"),
     ],
 )

@@ -17,12 +17,8 @@ from isentrope.data.tasks.fillers import TEXT
 from isentrope.evaluation.evaluate import name_filler, plan_comparison
 from isentrope.evaluation.perplexity import PerplexityConfig
 from isentrope.evaluation.retrieval import RetrievalConfig
-from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
+from isentrope.experiments.plan_schema import CausalFile, Retrieval
 
-PLAN_KEYS = ("title", "decoder", "texts", "documents", "edges", "recipes", "retrieval")
-DECODER_KEYS = ("model", "gguf_file", "dtype", "device", "chat")
-RETRIEVAL_KEYS = ("tasks", "lengths", "depths", "examples", "seed", "score", "text", "recipes", "fillers", "ceiling")
-RETRIEVAL_LISTS = {"recipes": str, "tasks": str, "lengths": int, "depths": float, "fillers": str}
 DEFAULT_DOCUMENTS = 8
 
 
@@ -33,7 +29,7 @@ class CausalPlan:
     Args:
         name: Of the plan, and of its folder of results.
         title: Of the report.
-        decoder: The model and how it is loaded, by `DECODER_KEYS`.
+        decoder: The model and how it is loaded, by the keys of `plan_schema.Decoder`.
         texts: Files to read.
         documents: Documents read of them, at most.
         perplexity: Recipes and buckets of positions.
@@ -64,43 +60,39 @@ def parse_causal_plan(name: str, data: dict[str, Any], folder: Path) -> CausalPl
         folder: The plan's own, where its files, and first its model, are looked for.
     """
     where = f"plan {name}"
-    check_keys(where, data, PLAN_KEYS, ("decoder", "texts", "edges", "recipes"))
-    check_keys(f"{where}: decoder", data["decoder"], DECODER_KEYS, ("model",))
-    recipes = check_list(where, data, "recipes", str)
+    file = CausalFile.read(where, data)
     retrieval_config, fillers = None, dict[str, tuple[Path, ...] | None]()
-    if (entry := data.get("retrieval")) is not None:
-        fillers = _parse_fillers(f"{where}: retrieval", entry, folder)
-        retrieval_config = _parse_retrieval(f"{where}: retrieval", entry, recipes, tuple(fillers))
-    texts = _find_files(data["texts"], folder)
-    model = _expand_variables(str(data["decoder"]["model"]))
+    if file.retrieval is not None:
+        fillers = _parse_fillers(file.retrieval, folder)
+        retrieval_config = _parse_retrieval(f"{where}: retrieval", file.retrieval, file.recipes, tuple(fillers))
+    texts = _find_files(file.texts, folder)
+    model = _expand_variables(file.decoder.model)
     local_model = folder / model
     return CausalPlan(
         name=name,
-        title=str(data.get("title", name)),
-        decoder=data["decoder"] | {"model": str(local_model) if local_model.is_dir() else model},
+        title=file.title or name,
+        decoder=file.decoder.given() | {"model": str(local_model) if local_model.is_dir() else model},
         texts=texts,
-        documents=check_whole(where, data, "documents") if "documents" in data else DEFAULT_DOCUMENTS,
-        perplexity=PerplexityConfig(recipes, check_list(where, data, "edges", int)),
+        documents=file.documents,
+        perplexity=PerplexityConfig(file.recipes, file.edges),
         retrieval=retrieval_config,
         fillers=fillers,
     )
 
 
-def _parse_fillers(where: str, data: Any, folder: Path) -> dict[str, tuple[Path, ...] | None]:
+def _parse_fillers(entry: Retrieval, folder: Path) -> dict[str, tuple[Path, ...] | None]:
     """Read the names of fillers, with files as NAME=FILE; `text` has files of the one named so."""
-    check_keys(where, data, RETRIEVAL_KEYS, ("tasks", "lengths"))
-    names = check_list(where, data, "fillers", str) if "fillers" in data else ()
-    fillers = parse_fillers(names, lambda name: _find_files(name, folder))
-    if data.get("text"):
-        fillers[TEXT] = _find_files(data["text"], folder)
+    fillers = parse_fillers(entry.fillers, lambda name: _find_files((name,), folder))
+    if entry.text:
+        fillers[TEXT] = _find_files(entry.text, folder)
     return fillers or {SENTENCES: None}
 
 
-def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...], fillers: tuple[str, ...]) -> RetrievalConfig:
-    options = {"recipes": recipes} | {key: value for key, value in data.items() if key != "text"}
-    options |= {key: check_list(where, data, key, kind) for key, kind in RETRIEVAL_LISTS.items() if key in data}
-    options |= {key: check_whole(where, data, key) for key in ("examples", "seed", "ceiling") if key in data}
-    options |= {"tasks": expand_tasks(options["tasks"]), "fillers": fillers}
+def _parse_retrieval(
+    where: str, entry: Retrieval, recipes: tuple[str, ...], fillers: tuple[str, ...]
+) -> RetrievalConfig:
+    options = {"recipes": recipes} | entry.given("text")
+    options |= {"tasks": expand_tasks(entry.tasks), "fillers": fillers}
     if others := [recipe for recipe in options["recipes"] if recipe not in recipes]:
         raise ValueError(f"{where}: recipes: expected some of the plan's, got {others[0]!r}")
     return RetrievalConfig(**options)
@@ -118,7 +110,7 @@ def plan_causal_evaluation(
     """Plan the comparison of one causal model as it is and under several recipes.
 
     Args:
-        decoder: "model", and how it is loaded by the other `DECODER_KEYS`; None values are ignored.
+        decoder: "model", and how it is loaded by the other keys of `plan_schema.Decoder`; None values are ignored.
         config: The model's.
         data: Files, folders and globs of text.
         recipes: Texts of recipes; those of `usual_recipes` if empty.
@@ -155,11 +147,11 @@ def _expand_variables(name: str) -> str:
     return expanded
 
 
-def _find_files(names: Any, folder: Path) -> tuple[Path, ...]:
+def _find_files(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
     """Find the files of names, folders and globs, relative to the plan's folder."""
     paths: list[Path] = []
-    for name in [names] if isinstance(names, str) else names:
-        matches = sorted(glob(str(folder / _expand_variables(str(name))), recursive=True))
+    for name in names:
+        matches = sorted(glob(str(folder / _expand_variables(name)), recursive=True))
         if not matches:
             raise ValueError(f"texts: expected files, got none like {name}")
         paths += [path for match in matches for path in Source(match).paths]

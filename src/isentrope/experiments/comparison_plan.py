@@ -32,11 +32,8 @@ from isentrope.data.tasks import SENTENCES, expand_tasks
 from isentrope.data.tasks.fillers import TEXT
 from isentrope.data.tasks.registry import ALL
 from isentrope.evaluation.retrieval import Cell, RetrievalConfig
-from isentrope.experiments.plan_checks import check_keys, check_list, check_whole
+from isentrope.experiments.plan_schema import ComparisonFile, ComparisonRetrieval
 
-PLAN_KEYS = ("title", "dtype", "perplexity", "retrieval", "recipes")
-PERPLEXITY_KEYS = ("edges", "documents", "texts")
-RETRIEVAL_KEYS = ("tasks", "lengths", "ceiling", "depths", "examples", "texts", "recipes")
 PARTS = ("perplexity", "retrieval")
 DEPTH_ORDER = (50, 0, 25, 75, 100)  # the middle of a text is the hardest, so that it is asked about first
 PLAIN = "plain"
@@ -161,39 +158,25 @@ def load_comparison(path: Path) -> ComparisonPlan:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: expected YAML, got {error}") from None
-    check_keys(where, data, PLAN_KEYS, ("recipes",))
-    recipes = check_list(where, data, "recipes", str)
+    file = ComparisonFile.read(where, data)
+    recipes, perplexity, retrieval = file.recipes, file.perplexity, file.retrieval
     if not recipes or len(set(recipes)) != len(recipes):
         raise ValueError(f"{where}: recipes: expected one or more, each once, got {list(recipes)}")
-    perplexity = _parse_perplexity(where, data.get("perplexity"))
-    retrieval = _parse_retrieval(where, data.get("retrieval"), recipes)
     if perplexity is None and retrieval is None:
         raise ValueError(f"{where}: expected perplexity, retrieval or both, got neither")
-    title, dtype = str(data.get("title", path.stem)), str(data.get("dtype", "auto"))
-    return ComparisonPlan(path.stem, title, recipes, perplexity, retrieval, dtype)
+    return ComparisonPlan(
+        path.stem,
+        file.title or path.stem,
+        recipes,
+        PerplexityPart(**perplexity.given()) if perplexity else None,
+        _parse_retrieval(f"{where}: retrieval", retrieval, recipes) if retrieval else None,
+        file.dtype,
+    )
 
 
-def _parse_perplexity(where: str, data: Any) -> PerplexityPart | None:
-    if data is None:
-        return None
-    where = f"{where}: perplexity"
-    check_keys(where, data, PERPLEXITY_KEYS, PERPLEXITY_KEYS)
-    check_keys(f"{where}: texts", data["texts"], data["texts"])
-    return PerplexityPart(check_list(where, data, "edges", int), check_whole(where, data, "documents"), data["texts"])
-
-
-def _parse_retrieval(where: str, data: Any, recipes: tuple[str, ...]) -> RetrievalPart | None:
-    if data is None:
-        return None
-    where = f"{where}: retrieval"
-    check_keys(where, data, RETRIEVAL_KEYS, ("tasks", "lengths", "depths", "examples", "texts"))
-    check_keys(f"{where}: texts", data["texts"], data["texts"])
-    kinds = {"tasks": str, "lengths": int, "depths": float}
-    lists: dict[str, Any] = {key: check_list(where, data, key, kind) for key, kind in kinds.items()}
-    lists["tasks"] = expand_tasks(lists["tasks"])
-    config = RetrievalConfig((PLAIN,), **lists, examples=check_whole(where, data, "examples"), score="forced")
-    chosen = check_list(where, data, "recipes", str) if "recipes" in data else None
-    if others := [recipe for recipe in chosen or () if recipe not in recipes]:
+def _parse_retrieval(where: str, entry: ComparisonRetrieval, recipes: tuple[str, ...]) -> RetrievalPart:
+    options = entry.given("texts", "ceiling", "recipes") | {"tasks": expand_tasks(entry.tasks)}
+    if others := [recipe for recipe in entry.recipes or () if recipe not in recipes]:
         raise ValueError(f"{where}: recipes: expected some of the plan's, got {others[0]!r}")
-    ceiling = check_whole(where, data, "ceiling") if "ceiling" in data else None
-    return RetrievalPart(config, data["texts"], ceiling, chosen)
+    config = RetrievalConfig((PLAIN,), **options, score="forced")
+    return RetrievalPart(config, entry.texts, entry.ceiling, entry.recipes)

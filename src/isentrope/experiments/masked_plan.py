@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from isentrope.evaluation.masked_lm import MaskingProtocol
-from isentrope.experiments.plan_checks import check_keys, check_list
+from isentrope.experiments.plan_schema import CheckpointEntry, MaskedFile, Method
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.pretrained import read_config_as
 from isentrope.recipe import LayerRecipes
@@ -197,59 +197,38 @@ def parse_masked_plan(name: str, data: dict[str, Any], library: dict[str, Checkp
         data: The content; `methods` are expanded to rows, one for each of their `variants`.
         library: Checkpoints that the plan may name beside its own.
     """
-    where, data = f"plan {name}", dict(data)
-    known = {f.name for f in fields(MaskedPlan)} - {"name"} | {"methods", "variants"}
-    check_keys(where, data, known, ("title", "lengths"))
-    own = {key: parse_checkpoint(key, value) for key, value in (data.pop("checkpoints", None) or {}).items()}
-    rows = [_parse_row(where, row) for row in data.pop("rows", None) or []]
-    rows += _expand_methods(where, data.pop("methods", None) or [], data.pop("variants", None) or list(VARIANTS))
-    protocol = data.pop("protocol", None) or {}
-    check_keys(f"{where}: protocol", protocol, {f.name for f in fields(MaskingProtocol)})
-    for key, kind in (("lengths", int), ("seeds", int), ("claims", dict), ("notes", str)):
-        if key in data:
-            data[key] = check_list(where, data, key, kind)
-    try:
-        return MaskedPlan(
-            name=name, rows=tuple(rows), checkpoints=library | own, protocol=MaskingProtocol(**protocol), **data
-        )
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}") from None
+    file = MaskedFile.read(f"plan {name}", data)
+    rows = [PlanRow(row.method, row.variant, row.checkpoint, row.recipe, row.fit) for row in file.rows]
+    rows += _expand_methods(f"plan {name}", file.methods, file.variants or tuple(VARIANTS))
+    own = {key: Checkpoint(key, **entry.given()) for key, entry in file.checkpoints.items()}
+    return MaskedPlan(
+        name=name,
+        rows=tuple(rows),
+        checkpoints=library | own,
+        protocol=MaskingProtocol(**file.protocol.given()),
+        **file.given("rows", "methods", "variants", "checkpoints", "protocol"),
+    )
 
 
 def parse_checkpoint(name: str, data: Any) -> Checkpoint:
     """Build a checkpoint from its entry in a YAML file."""
-    check_keys(f"checkpoint {name}", data, {f.name for f in fields(Checkpoint)} - {"name"})
-    return Checkpoint(name=name, **data)
+    return Checkpoint(name, **CheckpointEntry.read(f"checkpoint {name}", data).given())
 
 
-def _parse_row(where: str, data: Any) -> PlanRow:
-    check_keys(f"{where}: row", data, {f.name for f in fields(PlanRow)})
-    if missing := [key for key in ("method", "checkpoint", "recipe") if key not in data]:
-        raise ValueError(f"{where}: row {data}: missing {', '.join(missing)}")
-    if not isinstance(fit := data.get("fit", False), bool):
-        raise ValueError(f"{where}: row {data}: fit: expected true or false, got {fit!r}")
-    texts = {key: str(value) for key, value in data.items() if key != "fit"}
-    return PlanRow(**{"variant": "plain"} | texts, fit=fit)
-
-
-def _expand_methods(where: str, methods: Iterable[Any], default_variants: list[str]) -> list[PlanRow]:
+def _expand_methods(where: str, methods: Iterable[Method], default_variants: tuple[str, ...]) -> list[PlanRow]:
     """Build the rows of each method's variants; its checkpoint `cosine` is the one with CosScale `alpha`."""
     rows = []
-    known = {"method", "recipe", "checkpoint", "cosine", "alpha", "infoscale", "variants"}
-    for data in methods:
-        check_keys(f"{where}: method", data, known)
-        variants = list(data.get("variants") or default_variants)
-        required = {"method", "recipe"} | {"cosine" if VARIANTS.get(v, (False,))[0] else "checkpoint" for v in variants}
-        if missing := sorted(required - data.keys()):
-            raise ValueError(f"{where}: method {data.get('method', '')}: missing {', '.join(missing)}")
-        for variant in variants:
+    for entry in methods:
+        for variant in entry.variants or default_variants:
             if variant not in VARIANTS:
-                raise ValueError(f"{where}: method: unknown variant {variant!r}{suggest(str(variant), VARIANTS)}")
+                raise ValueError(f"{where}: method: unknown variant {variant!r}{suggest(variant, VARIANTS)}")
             cosine, info = VARIANTS[variant]
-            parts = [f"cosine:alpha={data.get('alpha', 128)}"] if cosine else []
-            parts += [data.get("infoscale", "infoscale:count=sequence")] if info else []
-            checkpoint = data["cosine" if cosine else "checkpoint"]
-            rows.append(PlanRow(str(data["method"]), variant, checkpoint, add_parts(data["recipe"], parts)))
+            checkpoint = entry.cosine if cosine else entry.checkpoint
+            if checkpoint is None:
+                raise ValueError(f"{where}: method {entry.method}: missing {'cosine' if cosine else 'checkpoint'}")
+            parts = [f"cosine:alpha={entry.alpha}"] if cosine else []
+            parts += [entry.infoscale] if info else []
+            rows.append(PlanRow(entry.method, variant, checkpoint, add_parts(entry.recipe, parts)))
     return rows
 
 

@@ -18,6 +18,7 @@ EXTRAS = {
     "typer": "cli",
     "rich": "cli",
     "yaml": "cli",
+    "pydantic": "cli",
     "accelerate": "train",
     "sklearn": "train",
     "pyarrow": "train",
