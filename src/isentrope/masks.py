@@ -55,7 +55,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """0 ≤ Δ < size in causal attention (`size` keys, the query's own included), |Δ| ≤ size in bidirectional."""
+    """0 ≤ Δ < size in causal attention (`size` keys, the query's own included), |Δ| ≤ size in bidirectional.
+
+    Source: Beltagy et al., 2020.
+    """
 
     size: int
 

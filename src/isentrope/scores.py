@@ -37,6 +37,7 @@ class Cosine(Score):
     """s(q, k) = α · q·k / (‖q‖ ‖k‖), scaled cosine attention; α is the paper's CosScale.
 
     The paper takes α = 128, and 16 under windowed attention. A model trained with dot products does not work with it.
+    Source: Li et al., 2025, "Information Entropy Invariance".
     """
 
     alpha: float = 128.0

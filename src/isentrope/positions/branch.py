@@ -154,7 +154,7 @@ class Position(Part):
 
 @dataclass(frozen=True)
 class NoPE(Position):
-    """s(q_i, k_j) without rotation or bias: no position information."""
+    """s(q_i, k_j) without rotation or bias: no position information (Kazemnejad et al., 2023)."""
 
     needs_training = True
 

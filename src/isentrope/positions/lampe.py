@@ -23,7 +23,7 @@ NEVER = 1 << 60  # a distance that no pair has
 
 @dataclass(frozen=True)
 class LaMPE(LengthMap):
-    """Far positions m(p) = ⌊p U / (n - 1)⌋, U(n) = ⌊S / (1 + e^{-(a n + b)})⌋, in rows of n > n_tr keys (LaMPE, 2026).
+    """Far positions m(p) = ⌊p U / (n - 1)⌋, U(n) = ⌊S / (1 + e^{-(a n + b)})⌋, in rows n > n_tr (Zhang et al., 2025).
 
     Distances are Δ for |Δ| < h, and m(i) - m(j) + b₁ beyond, b₁ = h - m(h) - 1. In the tail, from Δ₀ = n - 1 - R on,
     they rise by 1 again: Δ - Δ₀ + m(Δ₀) + b₁, so that the last queries and the first keys tell neighbours apart; R is

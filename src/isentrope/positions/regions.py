@@ -265,7 +265,7 @@ class SelfExtend(LengthMap):
 
 @dataclass(frozen=True)
 class JetLong(LengthMap):
-    """Distance Δ for |Δ| < w; beyond, ⌊i/G⌋ against ⌊j/G⌋, G = ⌈n / n_tr⌉ in a row of n keys (Jet-Long, 2026).
+    """Distance Δ for |Δ| < w; beyond, ⌊i/G⌋ against ⌊j/G⌋, G = ⌈n / n_tr⌉ in a row of n keys (Tang et al., 2026).
 
     SelfExtend without its shift, and with a group that follows from the length: at the window's edge the distance falls
     from w - 1 to about w / G, so that keys just beyond it are at the distances of near ones. With `reach`,

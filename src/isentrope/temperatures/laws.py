@@ -83,7 +83,7 @@ class Temperature(Part):
 
 @dataclass(frozen=True)
 class Constant(Temperature):
-    """τ = 1: vanilla attention."""
+    """τ = 1: vanilla attention (Vaswani et al., 2017)."""
 
     @property
     def unit_length(self) -> float:
@@ -125,7 +125,7 @@ class SoftmaxPlus(Temperature):
 
 @dataclass(frozen=True)
 class LogN(Temperature):
-    """τ = ln n / ln n_tr, as in Qwen's log-n attention."""
+    """τ = ln n / ln n_tr (Su, 2021), as in Qwen's log-n attention."""
 
     train_length: int
 
@@ -210,7 +210,7 @@ class InfoScale(Temperature):
     """τ = √(f(n) / f(n_tr)),  f(m) = 1 - e^{2ε/d} m^{-2/d}: the temperature that keeps attention entropy at ε.
 
     n_tr is the training length, d the head size; ε = 0 in the paper. Needs ln n > ε and ln n_tr > ε. Source: Li et al.,
-    "Information Entropy Invariance", Eq. 13–15.
+    2025, "Information Entropy Invariance", Eq. 13–15.
     """
 
     train_length: int
@@ -243,7 +243,10 @@ class InfoScale(Temperature):
 
 @dataclass(frozen=True)
 class InfoScaleExact(InfoScale):
-    """τ = g(n) / g(n_tr),  g(m) = √(1 - y) / y,  y = e^{2ε/d} m^{-2/d}: InfoScale without its Taylor step (Eq. 10)."""
+    """τ = g(n) / g(n_tr),  g(m) = √(1 - y) / y,  y = e^{2ε/d} m^{-2/d}: InfoScale without its Taylor step.
+
+    Source: Li et al., 2025, "Information Entropy Invariance", Eq. 10.
+    """
 
     def _unscaled_tau(self, n: Tensor, head_dim: int) -> Tensor:
         exponent = 2 * (torch.log(n) - self.epsilon) / head_dim
@@ -252,7 +255,7 @@ class InfoScaleExact(InfoScale):
 
 @dataclass(frozen=True)
 class Llama4(Temperature):
-    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋) at position i, Llama 4's attention temperature tuning."""
+    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋) at position i, Llama 4's temperature tuning (Meta, 2025)."""
 
     floor: int = 8192
     coefficient: float = 0.1
