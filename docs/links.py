@@ -1,5 +1,6 @@
-"""Hook of mkdocs: links of pages to files of the repository that are not part of the site lead to the repository.
+"""Hooks of mkdocs: pages that are computed, and links to files of the repository that are not part of the site.
 
+The explorer page is written from the library's formulas and the measurements under docs/results.
 Pages keep plain relative links, which work where the repository shows them. Raw measurements and sources are not
 copied into the site; figures of benchmarks, which lie outside `docs/`, are.
 """
@@ -9,9 +10,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from isentrope.analysis.formula_values import compute_formula_values
+from isentrope.report.html.explorer import write_explorer
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -21,10 +26,18 @@ LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the figures of benchmarks to the site."""
+    """Add the explorer and the figures of benchmarks to the site."""
+    files.append(File.generated(config, "explorer.html", content=render_explorer()))
     for path in FIGURES.glob("*.png"):
         files.append(File.generated(config, f"benchmarks/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def render_explorer() -> str:
+    """Return the explorer page with every curve measured under docs/results."""
+    with TemporaryDirectory() as folder:
+        page = write_explorer(Path(folder) / "explorer.html", compute_formula_values(), DOCS / "results")
+        return page.read_text(encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -15,7 +15,7 @@ from isentrope.utils.extras import EXTRAS
 from isentrope.version import __version__
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAX_WHEEL_BYTES = 1_000_000
 # where the name to install differs from the name to import
 DISTRIBUTIONS = {"yaml": "pyyaml", "sklearn": "scikit-learn", "lm_eval": "lm-eval"}
@@ -47,6 +47,16 @@ def test_the_extra_that_an_error_names_installs_the_package(package):
 def test_versions_agree():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == __version__
+
+
+def test_addresses_are_those_of_pyproject():
+    """README, site, citation and templates cannot read them there, so that they are compared."""
+    source, site = PROJECT["urls"]["Source"], PROJECT["urls"]["Documentation"]
+    assert all(address.startswith((source, site)) for address in PROJECT["urls"].values())
+    names = ("README.md", "SECURITY.md", "CITATION.cff", "mkdocs.yml", ".github/ISSUE_TEMPLATE/config.yml")
+    for path in (ROOT / name for name in names):
+        addresses = re.findall(r"https://[\w.]*github\.\w+/[^\s)>\"]*", path.read_text(encoding="utf-8"))
+        assert addresses and all(address.startswith((source, site)) for address in addresses), path
 
 
 def test_wheel(tmp_path):
