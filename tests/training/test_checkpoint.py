@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from isentrope.training.trainer import Interrupted, train
 from tests.fixtures.training import TINY, assert_same_weights, states, stop_at
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
+resource = pytest.importorskip("resource", reason="Windows limits no file sizes")
 
 
 @contextmanager

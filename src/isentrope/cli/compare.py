@@ -33,7 +33,7 @@ def compare(
     without: Annotated[
         list[str] | None, typer.Option(help="Leave out recipes with this in their text. Repeat for several.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that prepare prompts meanwhile.")] = 4,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that prepare prompts meanwhile, on Linux.")] = 4,
     as_json: AsJson = False,
 ) -> None:
     """Compare recipes on one causal model: perplexity by position, retrieval by filler, time and memory.

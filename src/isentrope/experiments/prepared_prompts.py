@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,7 @@ class PromptWorkers:
         self.current: tuple[str, Cell] | None = None
         self.pool: Any = None
         self.pending: dict[tuple[str, Cell], Any] = {}
-        if not workers:
+        if not workers or sys.platform != "linux":  # Windows cannot fork, and macOS not safely
             return
         _inherited[:] = prompts.tokenizer, prompts.chat, haystacks
         self.pool = multiprocessing.get_context("fork").Pool(workers)
