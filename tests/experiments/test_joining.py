@@ -30,12 +30,19 @@ def test_seeds_measured_apart_become_one_study(tmp_path):
     plan = json.loads(join_results(runs, tmp_path / "all").read_text())
     assert (plan["name"], plan["seeds"]) == ("all", [0, 2])
     assert set(plan["checkpoints"]) == {"base, seed 0", "base, seed 2"}
-    assert [run["commit"] for run in plan["runs"]] == ["c2", "c0"]
+    assert plan["runs"] == [{"seeds": [2], "commit": "c2"}, {"seeds": [0], "commit": "c0"}]
     keys, timed = (
         [json.loads(line)["key"] for line in (tmp_path / "all" / name).read_text().splitlines()]
         for name in ("results.jsonl", "timings.jsonl")
     )
     assert keys == timed and keys[:4] == ["none640", "none642", "none1280", "none1282"] and len(keys) == 8
+
+
+def test_joined_results_keep_the_commit_of_every_run_when_joined_again(tmp_path):
+    runs = [write_run(tmp_path / f"run{seed}", seed) for seed in (0, 1, 5)]
+    join_results(runs[:2], tmp_path / "some")
+    plan = json.loads(join_results([tmp_path / "some", runs[2]], tmp_path / "all").read_text())
+    assert [(run["seeds"], run["commit"]) for run in plan["runs"]] == [([0], "c0"), ([1], "c1"), ([5], "c5")]
 
 
 def test_runs_that_do_not_belong_together_are_refused(tmp_path):

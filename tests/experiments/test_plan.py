@@ -146,3 +146,15 @@ def test_unknown_names_are_answered_with_the_nearest():
         plans.load_plan("nowhere.yaml")
     with pytest.raises(ValueError, match="lengths: expected numbers"):
         parse_numbers("lengths", "8,x")
+
+
+def test_a_plan_extends_one_that_ships():
+    main, study = plans.load_plan("main"), plans.load_plan("study-main")
+    assert study.rows == main.rows and study.lengths == main.lengths and study.label == main.label
+    own = plans.load_plan("study").checkpoints
+    assert study.checkpoints["base"] == own["base"] != main.checkpoints["base"]  # one pre-training for both
+    assert study.checkpoints["dot"] == own["dot"] and {claim["kind"] for claim in study.claims} == {"superior"}
+    with pytest.raises(ValueError, match="extends: unknown 'mian', did you mean 'main'"):
+        plans.parse_plan("own", "extends: mian")
+    with pytest.raises(ValueError, match="expected a plan that extends none"):
+        plans.parse_plan("own", "extends: study-main")

@@ -33,7 +33,7 @@ def test_marked_blocks_are_printed_from_the_raw_files(check):
     assert list(check.check_pages(write=False)) == []
 
 
-@pytest.mark.parametrize("plan", ["demo", "laws/share", "laws/why"])
+@pytest.mark.parametrize("plan", ["demo", "share/gau/statutes", "archive/statutes/why"])
 def test_tables_are_those_of_their_results(check, plan):
     assert list(check.check_tables([RESULTS / plan])) == []
 
@@ -48,5 +48,5 @@ def test_a_changed_number_is_found(check, tmp_path, monkeypatch):
 
 
 def test_an_unknown_block_is_refused(check):
-    with pytest.raises(ValueError, match="expected one of verdicts"):
+    with pytest.raises(ValueError, match="expected one of questions"):
         check.render("question", [])

@@ -11,7 +11,7 @@ from isentrope.report.claims import evaluate_claims
 from isentrope.report.figures.study import collect_gains, rank_correlation
 from isentrope.report.load import load_plans
 from isentrope.report.study import draw_study
-from isentrope.temperatures import InfoScale, InfoScaleExact, LogN, Power
+from isentrope.temperatures import InfoScale, InfoScaleExact, LogN, Power, YaRNTemperature
 
 CLAIMS = (("RoPE", "superior", "acc"), ("Windowed", "equivalent", "acc"), ("RoPE", "superior", "ppl"))
 GAINS = {"RoPE": 0.2, "ReRoPE": 0.1, "Windowed": 0.0}  # and the rise of entropy, ten times that
@@ -70,7 +70,7 @@ def test_best_temperatures_beside_the_laws(tmp_path):
     (plan,) = load_plans(write_study(tmp_path))
     assert collect_best_temperatures(plan.grids[0]) == {method: {128: 1.5, 256: 1.5} for method in GAINS}
     laws = compute_laws([64, 4096], 64, 128)
-    expected = [InfoScale(64), InfoScaleExact(64), LogN(64), Power(64)]
+    expected = [InfoScale(64), InfoScaleExact(64), LogN(64), Power(64), YaRNTemperature(64)]
     for values, law in zip(laws.values(), expected, strict=True):
         assert values[64] == pytest.approx(1) and values[4096] == pytest.approx(tau(law, 4096), rel=1e-5)
 

@@ -175,9 +175,12 @@ def join(
 def draw_figures(
     corpus: Annotated[Path, typer.Option("--data", help=CORPUS_HELP)],
     out: Annotated[Path, typer.Option(help="The folder of the runs, whose checkpoints are used.")] = Path("results"),
+    sweep: Annotated[str, typer.Option(help="The plan whose models have each CosScale.")] = "cosscale-sweep",
+    main: Annotated[str, typer.Option(help="The plan whose training losses are drawn.")] = "main",
+    seed: Annotated[int, typer.Option(min=0, help="Of the trainings.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the paper's figures f1 to f7 for the models of `cosscale-sweep` and `main`; what is missing is trained.
+    """Draw the paper's figures f1 to f7 for the models of two plans; what is missing is trained.
 
     isentrope study figures --data data/laws --out results
     """
@@ -186,10 +189,12 @@ def draw_figures(
     from isentrope.report.figures import inspect
     from isentrope.report.figures.losses import draw_losses
     from isentrope.report.figures.partition import draw_partition
+    from isentrope.report.peaks import write_peaks
 
     disable_progress_bars()
     prepared = PreparedCorpus.open(corpus)
-    inspected, runs = inspect_models(prepared, out, print_progress), training_folders(prepared, out, print_progress)
+    inspected = inspect_models(prepared, out, print_progress, sweep, seed)
+    runs = training_folders(prepared, out, print_progress, main, seed)
     folder = out / "figures"
     folder.mkdir(parents=True, exist_ok=True)
     with Output(as_json) as output:
@@ -200,5 +205,6 @@ def draw_figures(
             *draw_losses(runs["f4"], folder / "f4"),
             *draw_losses(runs["f5"], folder / "f5"),
             *inspect.draw_peak_angles(inspected["f1"], folder / "f6"),
+            write_peaks(inspected["f1"], folder / "f6.json"),
             *inspect.draw_scores_before_and_after_rope(inspected["f7"], folder / "f7"),
         ])  # fmt: skip

@@ -184,7 +184,7 @@ def describe_trainings(trained: Trained) -> dict[str, Any]:
         row: dict[str, Any] = {"identity": model.identity, "failed": model.failure}
         if path.exists():
             summary = read_fields(path, "run the plan again", "config", "best", "seconds")
-            row |= {key: summary[key] for key in ("config", "best", "seconds")}
+            row |= {key: summary[key] for key in ("config", "best", "seconds")} | {"run": summary.get("run")}
             if (start := Path(summary["config"]["model"] or "")).is_absolute():  # absolute paths are not portable
                 row["config"]["model"] = start.parent.name
             row["log"] = read_log(path.with_name("log.jsonl"))

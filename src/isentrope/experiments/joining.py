@@ -22,7 +22,8 @@ def join_results(folders: Sequence[Path], out: Path) -> Path:
         out: The folder of all, whose name becomes the plan's.
 
     Returns:
-        The path of `plan.json`, which has the runs' hardware, versions and commits as `runs`.
+        The path of `plan.json`, which has the hardware, versions and commit of each run with its seeds as `runs`, also
+        those of runs that were joined before.
 
     Raises:
         ValueError: There is nothing to join, the runs are of other plans or documents, or a seed is in two of them.
@@ -53,8 +54,18 @@ def join_results(folders: Sequence[Path], out: Path) -> Path:
     _write_lines(out / "timings.jsonl", [timings[row["key"]] for row in results if row["key"] in timings])
     checkpoints = {name: row for plan in plans for name, row in plan.get("checkpoints", {}).items()}
     joined = {"name": out.name, "seeds": sorted(seeds), "checkpoints": checkpoints}
-    write_json(out / "plan.json", first | joined | {"runs": [plan.get("run") for plan in plans]})
+    write_json(out / "plan.json", first | joined | {"runs": [run for plan in plans for run in list_runs(plan)]})
     return out / "plan.json"
+
+
+def list_runs(plan: Record) -> list[Record]:
+    """List the runs behind a plan's results, each with its seeds, hardware, versions and commit.
+
+    Args:
+        plan: the content of `plan.json`; of joined results, those that were joined.
+    """
+    runs = plan.get("runs") or [{"seeds": list(plan["seeds"])} | (plan.get("run") or {})]
+    return [dict(run) for run in runs]
 
 
 def _read_lines(path: Path) -> list[Record]:

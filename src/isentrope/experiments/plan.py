@@ -49,6 +49,9 @@ def load_plan(name_or_path: str | Path) -> MaskedPlan | CausalPlan:
 def parse_plan(name: str, text: str, folder: Path = Path()) -> MaskedPlan | CausalPlan:
     """Parse a plan: one with a `decoder` is for a causal model, any other for masked models.
 
+    One for masked models may extend a plan that ships (`extends: main`): it has all that the other has but for the keys
+    and checkpoints of its own.
+
     Args:
         name: Of the plan.
         text: YAML.
@@ -62,7 +65,20 @@ def parse_plan(name: str, text: str, folder: Path = Path()) -> MaskedPlan | Caus
         raise ValueError(f"plan {name}: expected keys and values, got {type(data).__name__}")
     if "decoder" in data:
         return parse_causal_plan(name, data, folder)
+    if "extends" in data:
+        data = _extend(name, data)
     return parse_masked_plan(name, data, _load_library())
+
+
+def _extend(name: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Add what a plan has from the one that it names as `extends`; its own keys and checkpoints replace those."""
+    if (start := str(data["extends"])) not in plan_names():
+        raise ValueError(f"plan {name}: extends: unknown {start!r}{suggest(start, plan_names())}")
+    base = yaml.safe_load((PLANS / f"{start}.yaml").read_text(encoding="utf-8"))
+    if "extends" in base:
+        raise ValueError(f"plan {name}: extends: expected a plan that extends none, got {start!r}")
+    checkpoints = (base.get("checkpoints") or {}) | (data.get("checkpoints") or {})
+    return base | {key: value for key, value in data.items() if key != "extends"} | {"checkpoints": checkpoints}
 
 
 def describe_plan(name: str) -> dict[str, Any]:

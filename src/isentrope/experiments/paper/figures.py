@@ -19,7 +19,13 @@ from isentrope.utils.files import read_fields, read_json, write_json
 INSET = "3516:3536,3516:3536"  # the paper's 20 × 20
 
 
-def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], None] = print) -> dict[str, list[Path]]:
+def inspect_models(
+    corpus: PreparedCorpus,
+    out: Path,
+    notify: Callable[[str], None] = print,
+    plan: str = "cosscale-sweep",
+    seed: int = 0,
+) -> dict[str, list[Path]]:
     """Inspect the attention of each figure's models, training and inspecting what is missing.
 
     f1, f6: CosScale 8 … 600 at 512 tokens. f7: the same at 1024. f2: windowed attention with CosScale 16, and cosine
@@ -29,11 +35,13 @@ def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], No
         corpus: What to train on and to read.
         out: The folder that plans share.
         notify: Receives a message for each training and inspection.
+        plan: Its models have each CosScale.
+        seed: Of the trainings.
 
     Returns:
         The folders of inspections, by figure.
     """
-    sweep = replace(_load_masked_plan("cosscale-sweep"), seeds=(0,))
+    sweep = replace(_load_masked_plan(plan), seeds=(seed,))
     trained = prepare_checkpoints(sweep, corpus, out, notify)
     row = next(row for row in corpus.manifest["documents"] if row["set"] == "test" and row["tokens"] >= 4096)
     index = corpus.store.sha256.index(row["sha256"])
@@ -46,7 +54,7 @@ def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], No
         ("f2", "cosine128", "rope+cosine:alpha=128", InspectConfig((4096,))),
     ]
     for figure, name, recipe, config in wanted:
-        model = trained[name, 0]
+        model = trained[name, seed]
         folder = out / "looks" / f"{figure}-{name}-{model.identity}"
         folders[figure].append(folder)
         if model.failure:
@@ -58,9 +66,11 @@ def inspect_models(corpus: PreparedCorpus, out: Path, notify: Callable[[str], No
     return folders
 
 
-def training_folders(corpus: PreparedCorpus, out: Path, notify: Callable[[str], None] = print) -> dict[str, list[Path]]:
+def training_folders(
+    corpus: PreparedCorpus, out: Path, notify: Callable[[str], None] = print, plan: str = "main", seed: int = 0
+) -> dict[str, list[Path]]:
     """Return the folders of trainings by figure: f4 with CosScale 128 and without; f5 all trained for a method."""
-    trained = prepare_checkpoints(_load_masked_plan("main"), corpus, out, notify)
+    trained = prepare_checkpoints(replace(_load_masked_plan(plan), seeds=(seed,)), corpus, out, notify)
     folders = {name: model.folder.parent for (name, _), model in trained.items() if model.failure is None}
     methods = [name for name in folders if name not in ("base", "dot", "cosine16", "cosine128")]
     both = [folders[name] for name in ("cosine128", "dot") if name in folders]

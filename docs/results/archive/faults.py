@@ -1,6 +1,6 @@
 """ReRoPE and PI with faults that published implementations have had, beside both as they are meant.
 
-    python docs/results/faults.py MODEL CORPUS [--positions 128] [--out faults.json]
+    python docs/results/archive/faults.py MODEL CORPUS [--positions 128] [--out faults.json]
 
 multiplied: positions times PI's factor, in place of divided by it.
 unturned: far keys meet the query at distance +w whether they lie before it or after it.

@@ -1,0 +1,150 @@
+#!/usr/bin/env bash
+# Everything that docs/results/README.md has and lacks, in order of worth. What is done is kept: run again, it goes on.
+#
+#   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
+#
+# FOLDERs of texts are those of `isentrope data prepare … --test 100`. A run stops after so many seconds, and is resumed by the same
+# command: cells are files, trainings save their state every minute. Pre-trainings are the same for all plans of one --out alone, so
+# that `seeds`, `tables` and `figures` belong in one sitting on one machine. Steps, with seconds on one H200 (study_costs.py):
+#
+#   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
+#   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs
+#   tables    the paper's tables from the pre-trainings 5 to 7
+#   figures   f1 to f7 from the same models
+#   why       what explains the difference from the paper
+#   novels, books, code    other texts, four pre-trainings each
+#   anchor    one token masked at a time
+#   llamas    small Llamas: training length × head size × seeds
+#   clex      CLEX to 4096 tokens
+set -euo pipefail
+here=$(dirname "$(realpath "$0")")
+data='' out=results seconds=86400 jobs=6 novels='' books='' code='' steps=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --data) data=$2 ;; --out) out=$2 ;; --seconds) seconds=$2 ;; --jobs) jobs=$2 ;;
+        --novels) novels=$2 ;; --books) books=$2 ;; --code) code=$2 ;;
+        -*) echo "study.sh: unknown option $1" >&2; exit 2 ;;
+        *) steps+=("$1"); shift; continue ;;
+    esac
+    shift 2
+done
+all=(seeds repeat tables figures why novels books code anchor llamas clex)
+[ ${#steps[@]} -gt 0 ] || steps=("${all[@]}")
+# results without a commit cannot be told apart later: a copy of the tree without its history must be given one
+export ISENTROPE_COMMIT=${ISENTROPE_COMMIT:-$(git -C "$here" describe --always --dirty --abbrev=12 2>/dev/null || true)}
+[ -n "$ISENTROPE_COMMIT" ] || { echo "study.sh: no commit is known here; set ISENTROPE_COMMIT to the commit of this tree" >&2; exit 2; }
+end=$((SECONDS + seconds))
+mkdir -p "$out"
+done_file=$out/steps-done.txt
+touch "$done_file"
+
+within() {  # run a command until the time is up; 124 says that it was
+    local left=$((end - SECONDS - 15))
+    [ $left -gt 5 ] || return 124
+    timeout --signal=INT --kill-after=30 "$left" "$@"
+}
+
+quick() {  # a plan whose models are tiny and have two steps of training, at one length
+    [ -n "${QUICK:-}" ] || { echo "$1"; return; }
+    python - "$1" "$out/$1.yaml" <<'EOF'
+import sys
+from pathlib import Path
+
+import yaml
+
+from isentrope.experiments.plan import load_plan
+
+plan, small = load_plan(sys.argv[1]), {"steps": 2, "batch": 2, "layers": 1, "validation": 2}
+sizes = {"hidden_size": 64, "intermediate_size": 128, "attention_key_size": 32}
+rows = [{"method": r.method, "variant": r.variant, "checkpoint": r.checkpoint, "recipe": r.recipe} for r in plan.rows]
+checkpoints = {}
+for spec in plan.required_checkpoints():
+    train = dict(spec.train) | small | ({} if "model" in spec.train else {"sizes": sizes})
+    checkpoints[spec.name] = {"train": train, "seeded": spec.seeded}
+claims = [claim | {"length": 128} for claim in plan.claims]
+protocol = {"name": plan.protocol.name, "positions": 2}
+data = {"title": plan.title, "lengths": [128], "seeds": [plan.seeds[0]], "entropy": False, "protocol": protocol}
+data |= {"rows": rows, "checkpoints": checkpoints, "claims": claims}
+Path(sys.argv[2]).write_text(yaml.safe_dump(data, allow_unicode=True))
+EOF
+    echo "$out/$1.yaml"
+}
+
+plan() {  # PLAN CORPUS FOLDER [OPTION…]
+    [ -n "$2" ] || { echo "  no corpus given: left out"; return 3; }
+    local name seeds=("${@:4}")
+    name=$(quick "$1")
+    [ -z "${QUICK:-}" ] || seeds=()
+    within isentrope study run "$name" --data "$2" --out "$3" --jobs "$jobs" "${seeds[@]}"
+}
+
+repeat() {  # one configuration twice, plainly and with algorithms that give the same bits again
+    local steps=200 every=10 more=()
+    [ -z "${QUICK:-}" ] || { steps=2 every=1 more=(--batch 4 --layers 1); }
+    local mode name
+    for mode in plain deterministic; do
+        for name in 1 2; do
+            local options=(--data "$data" --out "$out/repeat/$mode-$name" --preset pretrain --steps $steps --seed 0 --hash-every $every "${more[@]}")
+            [ $mode = plain ] || options+=(--deterministic)
+            within isentrope train "${options[@]}" || return
+        done
+        isentrope losses "$out/repeat/$mode-1" "$out/repeat/$mode-2" | tee "$out/repeat/$mode.txt"
+    done
+}
+
+llamas() {  # heads of 32, 64 and 128, three seeds; the corpus is SymPy's sources
+    local length=0 size=0 seed=0 steps=4000 more=() seconds=60
+    [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=10; }
+    [ -e "$out/sympy/manifest.json" ] || within isentrope data prepare sympy --out "$out/sympy" --test 20 || return
+    [ -e "$out/texts/modules.jsonl" ] || python "$here/share/modules.py" "$out/sympy" --out "$out/texts" || return
+    for length in 256 128 512; do
+        for size in 64 32 128; do
+            for seed in 0 1 2; do
+                local run=$out/llamas/n$length-d$size-s$seed
+                within isentrope train --data "$out/sympy" --out "$run" --preset causal --length $length --steps $steps --seed $seed \
+                    --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
+                within isentrope compare "$here/share/small-llama-$length.yaml" --model "$run/best" --data "$out/texts" \
+                    --out "$out/llamas/results-d$size-s$seed" --seconds $seconds || return
+            done
+        done
+    done
+}
+
+step() {
+    local folder=$out
+    case $1 in
+        seeds) plan study "$data" "$folder" --seeds 5,6,7 ;;
+        repeat) repeat ;;
+        tables) for name in main ablation sweep softmax softmax-cosine; do plan "study-$name" "$data" "$folder" || return; done ;;
+        figures) [ -n "${QUICK:-}" ] || within isentrope study figures --data "$data" --out "$folder" --sweep study-sweep --main study-main --seed 5 ;;
+        why) plan study-why "$data" "$folder" ;;
+        novels) plan study-texts "$novels" "$folder/novels" ;;
+        books) plan study-texts "$books" "$folder/books" ;;
+        code) plan study-texts "$code" "$folder/code" ;;
+        anchor) plan study-anchor "$data" "$folder" ;;
+        llamas) llamas ;;
+        clex) plan study-clex "$data" "$folder" ;;
+        *) echo "study.sh: unknown step $1; expected ${all[*]}" >&2; exit 2 ;;
+    esac
+}
+
+[ -n "$data" ] || { echo "study.sh: expected --data FOLDER" >&2; exit 2; }
+failed=0
+for name in "${steps[@]}"; do
+    grep -qx "$name" "$done_file" && { echo "== $name: done before"; continue; }
+    echo "== $name, $((end - SECONDS)) s left"
+    start=$SECONDS status=0
+    step "$name" || status=$?
+    echo "== $name: status $status after $((SECONDS - start)) s" | tee -a "$out/steps.log"
+    if [ $status -eq 0 ]; then
+        echo "$name" >> "$done_file"
+    elif [ $status -eq 3 ]; then
+        continue
+    elif [ $((end - SECONDS)) -le 25 ]; then
+        echo "the time is up: run the same command again"
+        exit 0
+    else
+        failed=1
+    fi
+done
+exit $failed
