@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from isentrope.report.tables.plan_tables import write_tables
 
@@ -70,7 +71,7 @@ def list_raw_files() -> list[Path]:
     return sorted(path for name in RAW_FILES for path in HERE.rglob(name))
 
 
-def describe_file(path: Path) -> dict[str, object]:
+def describe_file(path: Path) -> dict[str, Any]:
     """Return a raw file's hash, and the commits that it names."""
     content = path.read_bytes() if path.suffix != ".gz" else gzip.decompress(path.read_bytes())
     commits = sorted(set(re.findall(r'"commit": ?"([0-9a-z-]+)"', content.decode("utf-8"))))
@@ -80,6 +81,9 @@ def describe_file(path: Path) -> dict[str, object]:
 def check_hashes(write: bool) -> Iterator[str]:
     """Compare every raw file with its recorded hash."""
     files = {str(path.relative_to(HERE)): describe_file(path) for path in list_raw_files()}
+    for name, file in files.items():
+        if not file["commits"] or "unknown" in file["commits"]:
+            yield f"{name}: expected the commit that measured it, got none; run it again with ISENTROPE_COMMIT set"
     if write:
         HASHES.write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
         return

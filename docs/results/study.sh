@@ -80,7 +80,7 @@ plan() {  # PLAN CORPUS FOLDER [OPTION…]
 
 repeat() {  # one configuration twice, plainly and with algorithms that give the same bits again
     local steps=200 every=10 more=()
-    [ -z "${QUICK:-}" ] || { steps=2 every=1 more=(--batch 4 --layers 1); }
+    [ -z "${QUICK:-}" ] || { steps=2 every=1 more=(--batch 4 --layers 1 --length 32 --sizes hidden_size=32,intermediate_size=64,attention_key_size=32); }
     local mode name
     for mode in plain deterministic; do
         for name in 1 2; do
@@ -94,7 +94,7 @@ repeat() {  # one configuration twice, plainly and with algorithms that give the
 
 llamas() {  # heads of 32, 64 and 128, three seeds; the corpus is SymPy's sources
     local length=0 size=0 seed=0 steps=4000 more=() seconds=60
-    [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=10; }
+    [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=5; }
     [ -e "$out/sympy/manifest.json" ] || within isentrope data prepare sympy --out "$out/sympy" --test 20 || return
     [ -e "$out/texts/modules.jsonl" ] || python "$here/share/modules.py" "$out/sympy" --out "$out/texts" || return
     for length in 256 128 512; do

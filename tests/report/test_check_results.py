@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+
+from isentrope.experiments.plan import plan_names
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -50,3 +54,31 @@ def test_a_changed_number_is_found(check, tmp_path, monkeypatch):
 def test_an_unknown_block_is_refused(check):
     with pytest.raises(ValueError, match="expected one of questions"):
         check.render("question", [])
+
+
+def test_every_seed_of_the_study_has_its_commit(check):
+    (plan,) = check.study_blocks.load_plans(RESULTS / "study")
+    commits = {
+        seed: {cell["run"]["commit"] for cell in plan.cells if cell["seed"] == seed} for seed in plan.metadata["seeds"]
+    }
+    assert all(found and "unknown" not in found for found in commits.values())
+
+
+def test_results_without_a_commit_are_refused(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    (tmp_path / "results.jsonl").write_text('{"run": {"commit": "unknown"}}', encoding="utf-8")
+    monkeypatch.setattr(check, "HASHES", tmp_path / "hashes.json")
+    assert "expected the commit that measured it" in next(check.check_hashes(write=True))
+
+
+def test_the_script_of_the_study_names_plans_that_ship():
+    script = RESULTS / "study.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text(encoding="utf-8")
+    named = {f"study-{name}" for name in re.search(r"for name in ([a-z -]+); do plan", text)[1].split()}
+    named |= set(re.findall(r"\bplan (study[a-z-]*) ", text))
+    assert named == {name for name in plan_names() if name.startswith("study")}
+    steps = re.search(r"^all=\(([a-z ]+)\)", text, re.M)[1].split()
+    assert all(
+        re.search(rf"^        {step}\) ", text, re.M) and re.search(rf"^#   .*\b{step}\b", text, re.M) for step in steps
+    )

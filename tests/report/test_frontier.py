@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -97,6 +98,28 @@ def test_recipes_are_compared_on_what_all_of_them_have(folder):
     assert rerope["retrieved"]["low"] is None  # two fillers at two depths are too few to claim an interval
     assert rerope["fillers"]["plain"]["low"] < 0.5 < rerope["fillers"]["plain"]["high"]
     assert rerope["tasks"]["passkey"]["hits"] == 3
+
+
+def test_six_documents_carry_an_interval_of_the_ratio(tmp_path):
+    write(tmp_path, "comparison.json", title="t", recipes=["plain", "rerope"], forgetful=[])
+    logs = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]  # of each document's ratio
+    for count, claimed in ((5, False), (6, True)):
+        losses = {"plain": [[1.0, 5.0]] * count, "rerope": [[1.0, 1.0 + x] for x in logs[:count]]}
+        cells = [
+            {"recipe": recipe, "text": str(i), "loss": [19 * a, 20 * b], "seconds": 1.0}
+            for recipe, rows in losses.items() for i, (a, b) in enumerate(rows)
+        ]  # fmt: skip
+        config = {"edges": [0, 20, 40], "seed": 0}
+        write(
+            tmp_path / "novels", "perplexity.json", model=MODEL, config=config, texts=[], cells=cells, train_length=20
+        )
+        row = build_board(tmp_path)["rows"][0]
+        assert row["recipe"] == "rerope" and (row["ratio_low"] is not None) == claimed
+    error = np.std(logs, ddof=1) / math.sqrt(6) * 2.5706  # t of 5 degrees of freedom
+    ends = [math.log(row["ratio_low"]), math.log(row["ratio_high"])]
+    assert ends == pytest.approx([0.35 - error, 0.35 + error], rel=1e-4)
+    write_comparison(tmp_path)
+    assert f"1.419 ({row['ratio_low']:.3f}–{row['ratio_high']:.3f})" in (tmp_path / "leaderboard.md").read_text()
 
 
 def test_intervals_are_clustered_by_filler_and_depth():

@@ -8,6 +8,9 @@ from math import exp
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
+from scipy import stats
+
 from isentrope.evaluation.clusters import ScoredExample, clustered_interval
 from isentrope.evaluation.metrics import perplexity, wilson_interval
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, ModelRecord, read_results
@@ -16,6 +19,7 @@ from isentrope.utils.files import RERUN_REMEDY, read_fields
 COMPARISON_FILE = "comparison.json"
 FILLER_SUFFIX = "-filler"  # of the folders of retrieval, one for each kind of filler
 PLAIN = "plain"
+MIN_DOCUMENTS = 6  # of each kind, for an interval: fewer cannot carry one
 
 
 class Retrieved(TypedDict):
@@ -36,7 +40,8 @@ class ComparedRecipe(TypedDict):
     """A recipe's numbers; None and missing kinds are not measured.
 
     perplexity: by kind of text, in every bucket. ratio: of perplexity in the last bucket to the plain model's in the
-    last one inside its training length, the geometric mean over kinds. inside: change of perplexity inside the
+    last one inside its training length, the geometric mean over kinds; ratio_low, ratio_high: ends of its 95 % interval
+    over documents, None below MIN_DOCUMENTS of a kind. inside: change of perplexity inside the
     training length in per cent, the same. fillers: answers at the longest length, by kind of filler; retrieved: in
     all of them. seconds, peak_bytes: of a forward pass of the longest length, the fastest of `passes`; time, memory:
     the same relative to the plain model. front: no other recipe is better in ratio and retrieved.
@@ -48,6 +53,8 @@ class ComparedRecipe(TypedDict):
     front: bool
     perplexity: dict[str, list[float]]
     ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
     inside: float | None
     inside_by_kind: dict[str, float]
     fillers: dict[str, Retrieved]
@@ -172,6 +179,13 @@ class KindLosses:
         last = self.mean(recipe, -1)
         return None if own is None or last is None else last - own
 
+    def log_ratios(self, recipe: str) -> list[float]:
+        """Compute ln of the same ratio for each document that all recipes have; none where one is not measured."""
+        if not self.inside or recipe not in self.losses or PLAIN not in self.losses:
+            return []
+        own, last = self.losses[PLAIN], self.losses[recipe]
+        return [last[text][-1] - own[text][self.inside[-1]] for text in self.texts]
+
     def log_change(self, recipe: str) -> float | None:
         """Compute ln of a recipe's perplexity inside the training length over the plain model's there."""
         pairs = [(self.mean(recipe, i), self.mean(PLAIN, i), self.counts[i]) for i in self.inside]
@@ -236,6 +250,7 @@ def _build_row(
     recipe: str, is_forgetful: bool, kinds: dict[str, KindLosses], fillers: dict[str, Answers]
 ) -> ComparedRecipe:
     ratios = [kind.log_ratio(recipe) for kind in kinds.values()]
+    interval = _ratio_interval([kind.log_ratios(recipe) for kind in kinds.values()])
     changes = {name: kind.log_change(recipe) for name, kind in kinds.items()}
     changes = dict.fromkeys(changes) if recipe == PLAIN else changes
     by_filler = {name: list(answers[recipe].values()) for name, answers in fillers.items() if recipe in answers}
@@ -256,6 +271,8 @@ def _build_row(
             if recipe in kind.losses and kind.texts
         },
         "ratio": _exp_mean(ratios),
+        "ratio_low": interval[0],
+        "ratio_high": interval[1],
         "inside": None if (change := _exp_mean(changes.values())) is None else 100 * (change - 1),
         "inside_by_kind": {name: 100 * (exp(x) - 1) for name, x in changes.items() if x is not None},
         "fillers": _count_each({name: {name: cells} for name, cells in by_filler.items()}),
@@ -267,6 +284,20 @@ def _build_row(
         "time": None,
         "memory": None,
     }
+
+
+def _ratio_interval(kinds: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """Compute a 95 % interval of the geometric mean over kinds: a t interval over the documents of each.
+
+    The variance of the mean over k kinds is the sum of those of their means, divided by k²; its degrees of freedom are
+    those of the kind with the fewest documents, which errs on the safe side.
+    """
+    if not kinds or min(map(len, kinds)) < MIN_DOCUMENTS:
+        return None, None
+    means = [np.mean(kind) for kind in kinds]
+    error = float(np.sqrt(sum(np.var(kind, ddof=1) / len(kind) for kind in kinds))) / len(kinds)
+    reach = float(stats.t.ppf(0.975, min(map(len, kinds)) - 1)) * error
+    return exp(float(np.mean(means)) - reach), exp(float(np.mean(means)) + reach)
 
 
 def _exp_mean(logs: Iterable[float | None]) -> float | None:

@@ -17,7 +17,7 @@ from isentrope.utils.files import write_atomically
 
 GIB = 2**30
 OVERALL, COST = "overall", "forward pass"  # groups of columns
-RETRIEVED = "found"
+RETRIEVED, RATIO = "found", "ratio"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,11 @@ class Column:
 def build_columns(board: ComparisonBoard) -> list[Column]:
     """Build the columns that have numbers: both overall ones side by side, then kinds of text and filler, then cost."""
     rows, ceiling = board["rows"], board["ceiling"]
+    intervals = [_format_ratio_interval(row) for row in rows]
     own_ratio = "1.000" if ceiling["perplexity"] else ""
     columns = [
         _build_retrieved(OVERALL, RETRIEVED, [row["retrieved"] for row in rows], ceiling["retrieved"]),
-        Column(OVERALL, "ratio", _format([row["ratio"] for row in rows], "{:.3f}".format), own_ratio),
+        Column(OVERALL, RATIO, _format([row["ratio"] for row in rows], "{:.3f}".format), own_ratio, intervals),
         Column(OVERALL, "inside", _format([row["inside"] for row in rows], "{:+.2f} %".format)),
     ]
     bucket = f"perplexity at {format_bucket(*board['edges'][-2:])}" if board["edges"] else ""
@@ -84,6 +85,11 @@ def format_interval(answers: Retrieved) -> str:
     return f"{100 * answers['low']:.0f}–{100 * answers['high']:.0f} %"
 
 
+def _format_ratio_interval(row: ComparedRecipe) -> str:
+    low, high = row["ratio_low"], row["ratio_high"]
+    return "" if low is None or high is None else f"{low:.3f}–{high:.3f}"
+
+
 def describe_ceiling(board: ComparisonBoard) -> str:
     """Name the row of the plain model inside its training length."""
     length = board["ceiling"]["length"] or board["train_length"]
@@ -99,10 +105,12 @@ def explain_columns(board: ComparisonBoard) -> str:
         parts.append("Sorted by perplexity; retrieval is not measured.")
     texts = ", ".join(f"{count} {kind}" for kind, count in board["texts"].items())
     if texts:
+        has_intervals = any(row["ratio_low"] is not None for row in board["rows"])
+        interval = ", with a 95 % interval over documents" if has_intervals else ""
         parts.append(
             f"Documents that every recipe has read: {texts}. Ratio: to the plain model in the last bucket inside its "
-            "training length, the geometric mean over kinds. Inside: change of perplexity inside the training "
-            f"length, too much above {MAX_DEGRADATION_PERCENT} %."
+            f"training length, the geometric mean over kinds{interval}. Inside: change of perplexity inside the "
+            f"training length, too much above {MAX_DEGRADATION_PERCENT} %."
         )
     if board["cells"]:
         parts.append(
@@ -129,8 +137,8 @@ def format_rows(board: ComparisonBoard) -> tuple[list[str], list[list[str]]]:
 
 
 def _join(column: Column, row: int) -> str:
-    """A cell, with its interval in the column of all answers found."""
-    interval = column.intervals[row] if column.intervals and column.head == RETRIEVED else ""
+    """A cell, with its interval in the overall columns."""
+    interval = column.intervals[row] if column.intervals and column.head in (RETRIEVED, RATIO) else ""
     return f"{column.cells[row][0]} ({interval})" if interval else column.cells[row][0]
 
 
