@@ -97,7 +97,30 @@ def merge(parts: list[PartialOutput], length: int) -> tuple[Tensor, Tensor]:
     outs, lses, firsts = (list(x) for x in zip(*parts, strict=True))
     if len(parts) == 1 and lses[0].shape[2] == length:
         return outs[0], lses[0]
+    if _merges_in_place(outs, lses, length):
+        for out, lse, first in parts[1:]:
+            rows = slice(first, first + lse.shape[2])
+            merge_into(outs[0][:, :, rows], lses[0][:, :, rows], out, lse)
+        return outs[0], lses[0]
     return maybe_compile(_merge, outs, outs[0].shape[-1])(outs, lses, firsts, length)
+
+
+def _merges_in_place(outs: list[Tensor], lses: list[Tensor], length: int) -> bool:
+    """Return whether the first branch, which has all queries, may take the others in: on a CPU, without gradients."""
+    out = outs[0]
+    if out.device.type != "cpu" or out.dtype != lses[0].dtype or lses[0].shape[2] != length:
+        return False
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)))
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Add keys to a softmax in place: o ← o + σ(L' - L) (o' - o), L ← ln(e^L + e^{L'})."""
+    # a query without keys on either side has -inf - (-inf): with a finite L it keeps its zeros
+    weight = torch.sigmoid(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))
+    out.lerp_(other_out, weight.to(out.dtype)[..., None])
+    torch.logaddexp(lse, other_lse, out=lse)
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
@@ -102,6 +103,8 @@ class SDPABackend(MergedBackend):
         return launch(parts, (q.shape[0], q.shape[1], q.shape[2]))
 
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
+        if (cut := tiles_on_cpu(branch)) is not None:
+            return forward_tiles(branch, Operands(*_get_operands(branch), branch.scale), cut)
         if (band := _band_of(branch)) is not None:
             out, lse = _forward_tile(_make_tile(branch, band))
             return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
@@ -121,17 +124,16 @@ class SDPABackend(MergedBackend):
         heads, size = branch.q.shape[1], max(branch.q.shape[-1], branch.v.shape[-1])
         # the mask makes weights e^{s - lse} of a query without keys 0, for any finite lse
         lse = torch.where(lse == -inf, 0.0, lse)
+        if (cut := tiles_on_cpu(branch)) is not None:
+            outputs = _pad(grad, size), _pad(out, size), lse
+            dq, dk, dv = backward_tiles(branch, Operands(*_get_operands(branch), branch.scale), cut, outputs)
+            return _finish_gradients(branch, dq, dk, dv)
         if (band := _band_of(branch)) is not None:
             rows = slice(band.first, band.last)
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
             tq, tk, tv = _backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
-            dq = pad_rows(tq[..., : branch.q.shape[-1]], band.first, branch.q.shape[2])
             dk, dv = (pad_rows(x, band.begin, branch.k.shape[2]) for x in (tk, tv))
-            return (
-                dq,
-                _sum_heads(dk[..., : branch.k.shape[-1]], branch),
-                _sum_heads(dv[..., : branch.v.shape[-1]], branch),
-            )
+            return _finish_gradients(branch, pad_rows(tq, band.first, branch.q.shape[2]), dk, dv)
         # every tile adds to dk and dv: sums are kept in fp32
         dq = torch.zeros_like(branch.q, dtype=lse.dtype)
         dk, dv = (x.new_zeros(x.shape[0], heads, *x.shape[2:], dtype=lse.dtype) for x in (branch.k, branch.v))
@@ -144,11 +146,14 @@ class SDPABackend(MergedBackend):
             dq[:, :, rows] += tq[..., : dq.shape[-1]]
             dk[:, :, columns] += tk[..., : dk.shape[-1]]
             dv[:, :, columns] += tv[..., : dv.shape[-1]]
-        return (
-            dq.to(branch.q.dtype),
-            _sum_heads(dk, branch).to(branch.k.dtype),
-            _sum_heads(dv, branch).to(branch.v.dtype),
-        )
+        return _finish_gradients(branch, dq, dk, dv)
+
+
+def _finish_gradients(branch: FoldedBranch, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of all heads as those of q, k and v: sums over shared heads, in their sizes and dtypes."""
+    dq, dk, dv = (x[..., : like.shape[-1]] for x, like in zip(gradients, (branch.q, branch.k, branch.v), strict=True))
+    dk, dv = _sum_heads(dk, branch), _sum_heads(dv, branch)
+    return dq.to(branch.q.dtype), dk.to(branch.k.dtype), dv.to(branch.v.dtype)
 
 
 def _repeat_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
@@ -167,11 +172,8 @@ def _pad(x: Tensor, size: int) -> Tensor:
 
 def _get_operands(branch: FoldedBranch) -> tuple[Tensor, Tensor, Tensor]:
     size = max(branch.q.shape[-1], branch.v.shape[-1])
-    return (
-        _pad(branch.q, size),
-        _pad(_repeat_heads(branch.k, branch), size),
-        _pad(_repeat_heads(branch.v, branch), size),
-    )
+    k, v = (_repeat_heads(x, branch) for x in (branch.k, branch.v))
+    return _pad(branch.q, size), _pad(k, size), _pad(v, size)
 
 
 def _has_torch_kernel(branch: FoldedBranch) -> bool:
@@ -290,9 +292,8 @@ def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
     queries, keys = q.shape[2], k.shape[2]
     copies = (branch.bounds[0].shape[0]) * (1 if branch.slopes is None else q.shape[1])
     step = max(1, min(MAX_CHUNK_ROWS, MAX_MASK_ELEMENTS // max(1, copies * keys)))
-    if (
-        queries <= step and not branch.layout.banded
-    ):  # no numbers in slices, so that a traced length may stay a variable
+    # no numbers in slices, so that a traced length may stay a variable
+    if queries <= step and not branch.layout.banded:
         yield slice(None), slice(None), Tile(q, k, v, _make_additive_mask(branch, None, None), ALL_PAIRS, branch.scale)
         return
     for first in range(0, queries, step):

@@ -63,6 +63,7 @@ class Layout:
         anchored: whether every frame begins at slot 0.
         framed: whether the caller gave `frames`.
         implicit: whether positions are the default ones.
+        padded_queries_matter: whether outputs of padded queries are read; otherwise a backend may leave them zero.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Layout:
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
+        self.padded_queries_matter = True
         if frames is None:
             self._compute_frames(rows or Rows())
         else:

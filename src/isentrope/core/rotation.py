@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from isentrope.core.compile import can_run_triton, maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
@@ -68,6 +69,8 @@ def rotate_and_scale(
         differentiated = (x.requires_grad and torch.is_grad_enabled()) or _is_transformed()
         run = RotateAndScale.apply if differentiated else _launch
         return run(x, cos, sin, tau, normalise)
+    if cos is not None and not normalise and _rotates_in_place(x, cos, tau, interleaved):
+        return _rotate_on_cpu(x, cos, sin, tau)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = maybe_compile(_rotate_and_scale, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
@@ -96,6 +99,27 @@ def _launch(
     from isentrope.core.rotation_kernel import launch  # Triton may not be installed
 
     return launch(x, cos, sin, tau, normalise, inverse)
+
+
+def _rotates_in_place(x: Tensor, cos: Tensor, tau: Tensor | None, interleaved: bool) -> bool:
+    """Return whether `_rotate_on_cpu` takes this: wide floats on a CPU in half layout, nothing differentiated."""
+    if torch.compiler.is_compiling() or interleaved or x.device.type != "cpu" or x.dtype != cos.dtype:
+        return False
+    if type(x) not in (Tensor, Parameter) or _is_transformed():
+        return False
+    return not torch.is_grad_enabled() or not any(part is not None and part.requires_grad for part in (x, cos, tau))
+
+
+def _rotate_on_cpu(x: Tensor, cos: Tensor, sin: Any, tau: Tensor | None) -> Tensor:
+    """Do what `_rotate_and_scale` does without intermediate tensors, which a CPU would allocate page by page."""
+    pairs = cos.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    (a, b), (first, second) = (x.split(pairs, -1)[:2] for x in (x, out))
+    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=second).addcmul_(a, sin)
+    if x.shape[-1] > 2 * pairs:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out if tau is None else out.mul_(tau[..., None])
 
 
 class RotateAndScale(torch.autograd.Function):

@@ -84,6 +84,7 @@ def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
         return cached
     with torch.inference_mode(False):  # autograd cannot save inference tensors for a later backward
         layout = Layout(batch, queries, keys, query.device, frames=_read_frames(mask.to(query.device, copy=True)))
+    layout.padded_queries_matter = False  # later layers hide their keys too
     _layouts[mask] = layout
     return layout
 

@@ -1,0 +1,163 @@
+"""Bands of keys as rectangles, triangles and short rows of a band, for kernels that know no window (those of a CPU).
+
+A query of a span sees an interval of keys. From one query to the next both of its ends stay or move by one, so the
+queries of a row or document fall into a few runs: where neither end moves, a rectangle; where one does, a rectangle and
+a triangle; where both do, a band, cut into groups of queries that share one small mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentrope.core.compile import values_are_readable
+from isentrope.core.layout import Layout
+from isentrope.core.region import Region, Span
+
+MAX_MASKED_QUERIES = 16  # of padded rows, which one mask serves better than a kernel a row
+MIN_FRAME_QUERIES = 64  # on average, or a mask serves better too
+# Queries that share the mask of a band, by its width: more of them mask more pairs, fewer make slower products. Cutting
+# off the two triangles of a group, so that the rest needs no mask, takes as long.
+GROUP_QUERIES = ((1536, 192), (512, 128), (0, 64))
+
+
+class Frame(NamedTuple):
+    """Queries first … last - 1 of some rows of a batch, which see keys begin … end - 1 at most.
+
+    Query i is aligned with slot i + offset; slot `origin` is at position 0.
+    """
+
+    rows: slice
+    first: int
+    last: int
+    begin: int
+    end: int
+    offset: int
+    origin: int
+
+
+class BandTile(NamedTuple):
+    """A tile, or `count` tiles of a band: each begins `rows` queries and keys after the one before.
+
+    kind: "full": all pairs; "lower": a triangle, the first query sees the first key; "upper": a triangle, the first
+        query sees all keys; "band": query r of a tile sees `width` keys from its r-th on.
+    adds: whether an earlier tile has some of these queries too.
+    """
+
+    batch: slice
+    first: int
+    begin: int
+    rows: int
+    columns: int
+    kind: Literal["full", "lower", "upper", "band"]
+    width: int = 0
+    count: int = 1
+    adds: bool = False
+
+    @property
+    def last(self) -> int:
+        """The query after the last."""
+        return self.first + self.rows * self.count
+
+
+def find_band_tiles(region: Region, layout: Layout) -> list[BandTile] | None:
+    """Return a region as tiles; None where a mask serves better, or where positions are not counted in slots."""
+    if torch.compiler.is_compiling() or not layout.implicit or any(span.chunk for span in region.spans):
+        return None
+    if not layout.plain:
+        readable = type(layout.slots) is Tensor and values_are_readable(layout.slots)
+        if not readable or layout.queries <= MAX_MASKED_QUERIES:
+            return None
+    return layout.cached(("band tiles", region), lambda: _cut_region(region, layout))
+
+
+def _cut_region(region: Region, layout: Layout) -> list[BandTile] | None:
+    frames = layout.cached("frames", lambda: list_frames(layout))
+    if not layout.plain and len(frames) * MIN_FRAME_QUERIES > layout.queries * layout.batch:
+        return None
+    tiles: list[BandTile] = []
+    for frame in frames:
+        cut: list[BandTile] = []
+        for tile in (tile for span in region.spans for tile in cut_span(span, frame)):
+            adds = any(tile.first < other.last and other.first < tile.last for other in cut)
+            cut.append(tile._replace(adds=adds))
+        tiles += cut
+    return tiles
+
+
+def list_frames(layout: Layout) -> list[Frame]:
+    """Return the rows or documents of a layout; rows that are cut alike are one frame.
+
+    Padded queries are in one only if they matter.
+    """
+    if layout.plain:
+        return [Frame(slice(None), 0, layout.queries, 0, layout.keys, layout.keys - layout.queries, 0)]
+    low, high, slot, origin = torch.broadcast_tensors(
+        layout.frame_low, layout.frame_high, layout.own_slot, layout.origin
+    )
+    offset = slot - torch.arange(layout.queries, device=slot.device)
+    whole = low.shape[0] == 1
+    frames: list[Frame] = []
+    previous = None
+    for row, facts in enumerate(torch.stack((low, high, offset, origin), -1)):
+        if previous is not None and torch.equal(facts, previous):
+            same = [frame for frame in frames if frame.rows.stop == row]
+            frames = [frame for frame in frames if frame.rows.stop != row]
+            frames += [frame._replace(rows=slice(frame.rows.start, row + 1)) for frame in same]
+            continue
+        previous = facts
+        starts = (facts[1:] != facts[:-1]).any(1).nonzero()[:, 0] + 1
+        edges = [0, *starts.tolist(), layout.queries]
+        for first, last in pairwise(edges):
+            begin, end, shift, start = facts[first].tolist()
+            if not layout.padded_queries_matter:
+                first, last = max(first, begin - shift), min(last, end - shift)
+            rows = slice(None) if whole else slice(row, row + 1)
+            if first < last:
+                frames.append(Frame(rows, first, last, begin, end, shift, start))
+    return frames
+
+
+def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
+    """Yield the tiles of one span without chunks in a frame; a query may be in two of them."""
+    least, most = max(frame.begin, frame.origin + span.start), min(frame.end, frame.origin + span.stop)
+    low, high = frame.offset + span.low, frame.offset + span.high  # bounds of key slot less query index
+    first, last = max(frame.first, least - high + 1), min(frame.last, most - low)
+    if first >= last or least >= most:
+        return
+    moves, stops = least - low + 1, most - high + 1  # from here on the first key moves, and before it the last one does
+    edges = sorted({int(x) for x in (first, last, moves, stops) if first <= x <= last})
+    for start, stop in pairwise(edges):
+        begin, end = int(max(least, start + low)), int(min(most, start + high))
+        rows, columns = stop - start, end - begin
+        full = BandTile(frame.rows, start, begin, rows, columns, "full")
+        both, neither = start >= moves and start < stops, start < moves and start >= stops
+        if rows == 1 or neither:
+            yield full
+        elif both:
+            yield from _cut_band(full)
+        elif start < stops:
+            if columns > 1:
+                yield full._replace(columns=columns - 1)
+            yield full._replace(begin=end - 1, columns=rows, kind="lower")
+        else:
+            if columns > rows:
+                yield full._replace(begin=begin + rows, columns=columns - rows)
+            yield full._replace(columns=rows, kind="upper")
+
+
+def _cut_band(tile: BandTile) -> Iterator[BandTile]:
+    """Yield a band whose first query sees all columns of a tile as groups of queries."""
+    width = tile.columns
+    size = next(queries for least, queries in GROUP_QUERIES if width >= least)
+    count, rest = divmod(tile.rows, size)
+    done = count * size
+    if count:
+        yield tile._replace(rows=size, columns=width + size - 1, kind="band", width=width, count=count)
+    if rest:
+        first, begin, columns = tile.first + done, tile.begin + done, width + rest - 1
+        yield tile._replace(first=first, begin=begin, rows=rest, columns=columns, kind="band", width=width)
