@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import isentrope as ise
 from tests.fixtures.models import llama, tokens
@@ -53,12 +53,6 @@ def test_several_sequences_of_one_prompt(model, ids):
 def test_a_prompt_in_chunks(model, ids):
     whole = model.generate(ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, prefill_chunk_size=32), whole)
-
-
-def test_continuous_batching_is_refused(model, ids):
-    options = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with pytest.raises(ValueError, match="isentrope is not supported for continuous batching"):
-        model.generate_batch([ids[0].tolist()], generation_config=options)
 
 
 def test_layers_on_disk(ids, expected, tmp_path):

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from isentrope.core.compile import values_are_readable
 from isentrope.dispatch import check_backend
 from isentrope.hf.auto import choose_for_layers
+from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
 from isentrope.hf.layer import Layer
@@ -32,6 +33,7 @@ from isentrope.hf.layer_plan import (
 )
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
+from isentrope.hf.paged import begin_step
 from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
@@ -263,8 +265,10 @@ def _apply(
         hook = _SkipRotation(module, layer_types, consecutive)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
+    handles.append(inner.base_model.register_forward_pre_hook(begin_step, with_kwargs=True))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
     silence_length_warnings(inner)
+    enable_continuous_batching(inner)
 
 
 class _SkipRotation:
@@ -341,6 +345,7 @@ def _undo(model: nn.Module, inner: PreTrainedModel, extension: Extension) -> Non
     for handle in extension.handles:
         handle.remove()
     restore_length_warnings(inner)
+    disable_continuous_batching(inner)
     unmark_adapters(inner)
     for rope, theta, scaling in extension.frequencies:
         rope.write(theta.to(rope.theta.dtype), scaling)  # the model may have been moved since

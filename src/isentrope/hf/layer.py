@@ -19,7 +19,7 @@ from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.mask import make_frames_mask, make_layout
-from isentrope.hf.names import IMPLEMENTATION, LAYER
+from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
 from isentrope.recipe import Recipe
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         return not beyond and all(part.idle(length) for part in self.parts)
 
     def forward(self, call: LayerCall) -> Tensor:
-        query, key, value, sink_logits = call.query, call.key, call.value, call.sink_logits
+        query, key, sink_logits = call.query, call.key, call.sink_logits
         if is_context_parallel(query):
             self._check_context_parallel(sink_logits)
         layout = self.get_layout(call)
@@ -116,6 +116,11 @@ class Layer(nn.Module):
                 return self._run_eager(call, layout)
             if sink_logits is None and (call.dropout or not self._needs_large_mask(call, layout)):
                 return self._run_sdpa(call, layout)
+        return self.attend(call, layout)
+
+    def attend(self, call: LayerCall, layout: Layout) -> Tensor:
+        """Attend under the recipe, whether or not it is idle."""
+        query, key, value, sink_logits = call.query, call.key, call.value, call.sink_logits
         if call.dropout:
             raise ValueError(
                 f"attention dropout: expected 0 where a recipe changes attention, got {call.dropout}; "
@@ -283,7 +288,7 @@ def attention_forward(
     position_ids: Tensor | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend in an extended model; the signature is that of transformers' `AttentionInterface`."""
     layer = get_layer(module)
@@ -297,7 +302,8 @@ def attention_forward(
             f"is_causal: this layer was extended with is_causal={layer.causal}; restore the model to change it"
         )
     call = LayerCall(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux)
-    return layer(call), None
+    step = others.get(PAGED_STEP)
+    return (layer(call) if step is None else step.attend(layer, call)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)
