@@ -34,7 +34,7 @@ LEVELS = (
     ("data",),
     ("training",),
     ("evaluation",),
-    ("analysis",),
+    ("analysis", "scaling"),
     ("calibration",),
     ("experiments",),
     ("report",),

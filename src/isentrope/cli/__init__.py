@@ -11,6 +11,7 @@ from isentrope.cli import (
     inspect,
     laws,
     perplexity,
+    plan_scale,
     recipes,
     report,
     retrieval,
@@ -21,5 +22,5 @@ from isentrope.cli.common import app
 
 __all__ = [
     "app", "calibrate", "compare", "data", "demo", "evaluate", "explore", "far_laws", "inspect", "laws", "perplexity",
-    "recipes", "report", "retrieval", "study", "train",
+    "plan_scale", "recipes", "report", "retrieval", "study", "train",
 ]  # fmt: skip
