@@ -62,7 +62,7 @@ def test_linear_rates():
 
     def rate(shape, tokens, window, weights, seconds):
         visibility = read_visibility(f"sink:sinks=4,size={window}")
-        attention = compute_attention_seconds(shape, visibility, Setup(tokens, 1, "neighbours"), H200)
+        attention = compute_attention_seconds(shape, visibility, Setup(tokens, 1, "gather"), H200)
         return 2 * tokens * weights / (seconds - shape.layers * attention)
 
     wide = read_seconds(RESULTS / "share" / "tinyllama-8k" / "technical" / "perplexity.json", "sink:sinks=4,size=1020")
@@ -90,8 +90,7 @@ PASSES = [
 @pytest.mark.parametrize(("shape", "recipe", "tokens", "path"), PASSES)
 def test_whole_models_on_one_device(shape, recipe, tokens, path):
     visibility = read_visibility(recipe)
-    exchange = "neighbours" if visibility.kind == "windowed" else "ring"
-    cost = predict(shape, visibility, Setup(tokens, 1, exchange), H200, LINKS["nvlink"])
+    cost = predict(shape, visibility, Setup(tokens, 1, "gather"), H200, LINKS["nvlink"])
     assert cost.seconds == pytest.approx(read_seconds(path, recipe), rel=0.25)
 
 

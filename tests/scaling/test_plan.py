@@ -25,12 +25,12 @@ def test_a_plan(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f"plan-scale.{kind}" for kind in ("json", "png", "svg")}
     data = json.loads((tmp_path / "plan-scale.json").read_text())
     assert data["device"]["source"] and data["link"]["source"] and data["models"][0]["weights"] > 70e9
-    assert len(data["rows"]) == 2 * (3 + 2 + 3)
+    assert len(data["rows"]) == 2 * (3 + 2 + 2)
     refused = [row for row in data["rows"] if row["refused"]]
     assert {(row["gpus"], row["exchange"]) for row in refused} == {(128, "ulysses")}
     fastest = select_fastest(data["rows"])
     assert len(fastest) == 2 * 3
-    assert {row["exchange"] for row in fastest if row["keys"] == "windowed" and row["gpus"] > 1} == {"neighbours"}
+    assert {row["exchange"] for row in fastest if row["keys"] == "windowed" and row["gpus"] > 1} == {"gather"}
 
 
 def test_json_of_a_folder(tmp_path):
@@ -47,7 +47,7 @@ def test_json_of_a_folder(tmp_path):
     result = run(*words, "--link", "12.5", "--efficiency", "1", "--json", "--out", str(tmp_path))
     data = json.loads(result.stdout)
     assert data["link"]["inside_bandwidth"] == 12.5e9 and data["link"]["efficiency"] == 1
-    assert [row["exchange"] for row in data["rows"]] == ["neighbours", "ulysses"]
+    assert [row["exchange"] for row in data["rows"]] == ["gather", "ulysses"]
     assert data["rows"][0]["fits"] and len(data["files"]) == 3
 
 

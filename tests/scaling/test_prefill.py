@@ -45,7 +45,7 @@ def test_zigzag_balances_causal_work_and_contiguous_does_not():
 
 
 @pytest.mark.parametrize(
-    ("exchange", "visibility"), [("ring", DENSE), ("all-gather", CHOSEN), ("ulysses", DENSE), ("neighbours", WINDOW)]
+    ("exchange", "visibility"), [("ring", DENSE), ("gather", CHOSEN), ("ulysses", DENSE), ("gather", WINDOW)]
 )
 def test_one_process_exchanges_nothing(exchange, visibility):
     cost = predict(SMALL, visibility, Setup(64, 1, exchange), UNIT, LINKS["ndr"])
@@ -59,7 +59,7 @@ def test_compute_by_hand():
     assert SMALL.layer_weights == weights
     assert cost.linear_seconds == 3 * 2 * 64 * weights
     assert cost.attention_seconds == 3 * 4 * 2 * 4 * (64 * 65 / 2)
-    chosen = predict(SMALL, CHOSEN, Setup(64, 1, "ring"), UNIT, FLAT)
+    chosen = predict(SMALL, CHOSEN, Setup(64, 1, "gather"), UNIT, FLAT)
     far = (64 - 16) * (64 - 16 + 1) / 2
     seen = 48 * 49 / 2 + 16 * 48
     assert chosen.attention_seconds == pytest.approx(3 * 4 * 2 * 4 * (seen + far / 8))
@@ -68,15 +68,15 @@ def test_compute_by_hand():
 def test_bytes_by_hand():
     n, processes, m = 64, 4, 16
     kv = 2 * 2 * 2 * 2  # keys and values, two heads of two, two bytes
-    for exchange in ("all-gather", "ring"):
+    for exchange in ("gather", "ring"):
         assert plan_exchange(SMALL, DENSE, Setup(n, processes, exchange), FLAT).received == 3 * m * kv
     own = m * 2 * (2 * 4 + 2 * 4) * 2  # key heads are repeated to one for each process
     assert plan_exchange(SMALL, DENSE, Setup(n, processes, "ulysses"), FLAT).received == own * 3 / 4
-    assert plan_exchange(SMALL, WINDOW, Setup(n, processes, "neighbours", "contiguous"), FLAT).received == (15 + 4) * kv
+    assert plan_exchange(SMALL, WINDOW, Setup(n, processes, "gather", "contiguous"), FLAT).received == (15 + 4) * kv
 
 
 def test_bytes_of_a_window_do_not_grow_with_the_text():
-    setups = [Setup(n, 8, "neighbours", "contiguous") for n in (1 << 20, 10 << 20)]
+    setups = [Setup(n, 8, "gather", "contiguous") for n in (1 << 20, 10 << 20)]
     short, long = (
         predict(SHAPES["8b"], read_visibility("window:size=4096"), setup, H200, LINKS["ndr"]) for setup in setups
     )
@@ -87,7 +87,7 @@ def test_bytes_of_a_window_do_not_grow_with_the_text():
 
 
 def test_ulysses_refuses_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="divide 4 query and 2 key heads, got 3; use ring or all-gather"):
+    with pytest.raises(ValueError, match="divide 4 query and 2 key heads, got 3; use ring or gather"):
         predict(SMALL, DENSE, Setup(64, 3, "ulysses"), UNIT, FLAT)
     with pytest.raises(ValueError, match="got 128"):
         predict(SHAPES["70b"], DENSE, Setup(1 << 20, 128, "ulysses"), H200, LINKS["ndr"])
@@ -102,7 +102,7 @@ def test_a_ring_waits_only_for_a_slow_link():
     slow = predict(SMALL, DENSE, setup, UNIT, replace(FLAT, inside_bandwidth=1e-3))
     step = compute.attention_seconds / 4
     assert slow.seconds == pytest.approx(slow.linear_seconds + step + slow.exchange_seconds)
-    gathered = predict(SMALL, DENSE, Setup(64, 4, "all-gather"), UNIT, FLAT)
+    gathered = predict(SMALL, DENSE, Setup(64, 4, "gather"), UNIT, FLAT)
     assert gathered.waiting_seconds == gathered.exchange_seconds == 3 * 3 * 16 * SMALL.kv_bytes
 
 
@@ -125,7 +125,7 @@ def test_more_processes_are_faster_where_the_link_is_free():
 
 def test_memory_by_hand():
     n, processes = 1 << 20, 8
-    cost = predict(SHAPES["8b"], DENSE, Setup(n, processes, "all-gather"), H200, LINKS["ndr"])
+    cost = predict(SHAPES["8b"], DENSE, Setup(n, processes, "gather"), H200, LINKS["ndr"])
     m = n // processes
     assert cost.weight_bytes == SHAPES["8b"].weights * 2 and not cost.sharded
     assert cost.cache_bytes == 32 * m * 4096
@@ -134,7 +134,7 @@ def test_memory_by_hand():
     assert cost.memory_bytes == sum((cost.weight_bytes, cost.cache_bytes, cost.activation_bytes, cost.buffer_bytes))
     ring = predict(SHAPES["8b"], DENSE, Setup(n, processes, "ring"), H200, LINKS["ndr"])
     assert ring.buffer_bytes == 2 * m * 4096 + m * 32 * 129 * 4
-    window = predict(SHAPES["8b"], WINDOW, Setup(n, processes, "neighbours"), H200, LINKS["ndr"])
+    window = predict(SHAPES["8b"], WINDOW, Setup(n, processes, "gather"), H200, LINKS["ndr"])
     assert window.cache_bytes == 32 * 20 * 4096
     large = predict(SHAPES["70b"], DENSE, Setup(n, processes, "ring"), H200, LINKS["ndr"])
     assert large.sharded and large.weight_bytes == SHAPES["70b"].weights / 4 + 4 * SHAPES["70b"].layer_weights
@@ -142,7 +142,7 @@ def test_memory_by_hand():
 
 def test_sharded_weights_share_the_link():
     device = replace(UNIT, memory_bytes=1.0, linear_rate=1e12, dense_rates=((1.0, 1e12),))
-    cost = predict(SMALL, DENSE, Setup(64, 4, "all-gather"), device, FLAT)
+    cost = predict(SMALL, DENSE, Setup(64, 4, "gather"), device, FLAT)
     weights = SMALL.layer_weights * 2 * 3 / 4
     assert cost.seconds == pytest.approx(3 * (3 * 16 * SMALL.kv_bytes + weights))
 
@@ -214,7 +214,7 @@ def test_setups_that_are_refused():
     for bad in ({"tokens": 0}, {"processes": 0}, {"exchange": "rings"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Setup(**{"tokens": 8, "processes": 2, "exchange": "ring"} | bad)
-    for exchange, visibility in (("neighbours", DENSE), ("ring", WINDOW)):
+    for exchange, visibility in (("ring", CHOSEN), ("ring", WINDOW)):
         with pytest.raises(ValueError, match="exchange"):
             predict(SMALL, visibility, Setup(64, 2, exchange), UNIT, FLAT)
     with pytest.raises(ValueError, match="layout"):

@@ -14,7 +14,7 @@ from isentrope.scaling.shape import ModelShape
 from isentrope.scaling.visibility import Visibility, count_busiest
 from isentrope.utils.messages import suggest
 
-EXCHANGES = ("all-gather", "ring", "ulysses", "neighbours")
+EXCHANGES = ("gather", "ring", "ulysses")
 ACCUMULATOR_BYTES = 4  # partial results of a ring are merged in fp32
 
 
@@ -25,7 +25,8 @@ class Setup:
     Attributes:
         tokens: n.
         processes: P.
-        exchange: "all-gather", "ring" or "ulysses"; "neighbours" where queries see a window.
+        exchange: "gather", all keys and values that are seen at once; "ring", those of one process after another;
+            "ulysses", heads for tokens and back.
         layout: "zigzag" or "contiguous".
     """
 
@@ -93,17 +94,18 @@ class Exchange:
 
 
 def list_exchanges(visibility: Visibility) -> tuple[str, ...]:
-    """Return the ways of exchange that are there for such attention."""
-    return ("neighbours", "ulysses") if visibility.kind == "windowed" else ("all-gather", "ring", "ulysses")
+    """Return the ways of exchange for such attention: a ring has no use where only neighbours' keys are seen, and
+    cannot choose among all keys."""
+    return EXCHANGES if visibility.kind == "dense" else ("gather", "ulysses")
 
 
 def predict(shape: ModelShape, visibility: Visibility, setup: Setup, device: Device, link: Link) -> Cost:
     """Predict time and memory of a prefill.
 
     Linear layers take 2 m (weights of a layer) / rate. Attention takes 4 d H (visible pairs of the busiest process) /
-    rate; where far keys are chosen, plus 4 d H (pairs outside the window) / (2 pool) / rate of choosing. All-gather,
-    all-to-all and neighbours come before attention, which waits. In a ring of P steps, block i + 1 travels while block
-    i is computed with: attention / P + (P - 1) max(attention / P, one block on the link).
+    rate; where far keys are chosen, plus 4 d H (pairs outside the window) / (2 pool) / rate of choosing. Attention
+    waits for what is gathered, and for heads. In a ring of P steps, block i + 1 travels while block i is computed with:
+    attention / P + (P - 1) max(attention / P, one block on the link).
 
     Weights are replicated where they take at most half of the memory, else sharded: those of the next layer are
     gathered over the same link while a layer computes.
@@ -171,16 +173,15 @@ def compute_attention_seconds(shape: ModelShape, visibility: Visibility, setup: 
 def plan_exchange(shape: ModelShape, visibility: Visibility, setup: Setup, link: Link) -> Exchange:
     """Return what one layer's exchange costs.
 
-    Bytes that a process receives: (P - 1) m s of keys and values by all-gather and ring; (P - 1) / P of its m tokens
-    of q, k, v and output, m d (2 H + 2 K) b, under Ulysses; window - 1 tokens before each of its parts, and the first
-    tokens, from neighbours.
+    Bytes that a process receives, at most: (P - 1) m s of keys and values; where queries see a window, window - 1
+    tokens before each of its parts, and the first tokens. Under Ulysses (P - 1) / P of q, k, v and output of its m
+    tokens, m d (2 H + 2 K) b.
 
     Raises:
         ValueError: the exchange does not work with these heads or keys.
     """
     n, processes = setup.tokens, setup.processes
     m = -(-n // processes)
-    windowed = visibility.kind == "windowed"
     if setup.exchange not in list_exchanges(visibility):
         known = ", ".join(list_exchanges(visibility))
         raise ValueError(f"exchange: expected one of {known} for {visibility.kind} keys, got {setup.exchange!r}")
@@ -192,7 +193,7 @@ def plan_exchange(shape: ModelShape, visibility: Visibility, setup: Setup, link:
     if processes == 1:
         return Exchange(0.0, 0.0, 0.0)
     block = m * shape.kv_bytes
-    if windowed:
+    if visibility.kind == "windowed":
         assert visibility.window is not None and visibility.budget is not None
         parts = 2 if setup.layout == "zigzag" else 1
         before = parts * (visibility.window - 1) + visibility.budget - visibility.window
@@ -217,7 +218,7 @@ def count_ulysses_heads(shape: ModelShape, processes: int) -> int:
     if heads % processes or (kv_heads % processes and processes % kv_heads):
         raise ValueError(
             f"ulysses: expected processes that divide {heads} query and {kv_heads} key heads, got {processes}; "
-            "use ring or all-gather"
+            "use ring or gather"
         )
     return max(kv_heads, processes)
 

@@ -16,7 +16,7 @@ from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 KEY_COLOURS = {"dense": COLOURS[1], "retrieved": COLOURS[3], "windowed": COLOURS[5]}
 EXCHANGE_STYLES: dict[str, tuple[Any, str]] = {
-    "all-gather": ("-", "o"), "neighbours": ("-", "o"), "ring": ((0, (5, 2)), "s"), "ulysses": ((0, (1, 1.5)), "^"),
+    "gather": ("-", "o"), "ring": ((0, (5, 2)), "s"), "ulysses": ((0, (1, 1.5)), "^"),
 }  # fmt: skip
 
 
@@ -40,7 +40,6 @@ def draw_scaling(results: Path) -> list[Path]:
         ways = [
             Line2D([], [], color=INK, linestyle=style, marker=marker, markersize=4, label=name)
             for name, (style, marker) in EXCHANGE_STYLES.items()
-            if name != "neighbours"
         ]
         open_mark = Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="none", label="too large")
         figure.legend(handles=[*keys, *ways, open_mark], loc="outside lower center", ncols=7, frameon=False, fontsize=9)
