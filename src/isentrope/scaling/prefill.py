@@ -154,15 +154,17 @@ def predict(shape: ModelShape, visibility: Visibility, setup: Setup, device: Dev
 def compute_attention_seconds(shape: ModelShape, visibility: Visibility, setup: Setup, device: Device) -> float:
     """Return the seconds of one layer's attention in the busiest process.
 
-    The rate is that of a call with as many operations as one of the process's own: one of P calls in a ring. Under
-    Ulysses a process computes all queries for its part of the heads.
+    The rate is that of a call with as many operations as one of the process's own: one call for each of its parts, and
+    in a ring for each of them in each of P steps. Under Ulysses one call has all queries, for a part of the heads.
     """
     if setup.exchange == "ulysses":
         pairs, far = (count / setup.processes for count in count_busiest(visibility, setup.tokens, 1, setup.layout))
     else:
         pairs, far = count_busiest(visibility, setup.tokens, setup.processes, setup.layout)
     unit = 4.0 * shape.head_dim * shape.heads
-    calls = setup.processes if setup.exchange == "ring" else 1
+    calls = 1
+    if setup.processes > 1 and setup.exchange != "ulysses":
+        calls = (2 if setup.layout == "zigzag" else 1) * (setup.processes if setup.exchange == "ring" else 1)
     rates = device.dense_rates if visibility.kind == "dense" else device.window_rates
     seconds = unit * pairs / interpolate_rate(rates, unit * pairs / calls)
     if visibility.pool is not None:
