@@ -25,7 +25,7 @@ def test_a_plan(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {f"plan-scale.{kind}" for kind in ("json", "png", "svg")}
     data = json.loads((tmp_path / "plan-scale.json").read_text())
     assert data["device"]["source"] and data["link"]["source"] and data["models"][0]["weights"] > 70e9
-    assert len(data["rows"]) == 2 * (3 + 2 + 2)
+    assert len(data["rows"]) == 2 * (4 + 2 + 3)
     refused = [row for row in data["rows"] if row["refused"]]
     assert {(row["gpus"], row["exchange"]) for row in refused} == {(128, "ulysses")}
     fastest = select_fastest(data["rows"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from isentrope.scaling.hardware import H200, LINKS, Device, Link, interpolate_rate, parse_link
-from isentrope.scaling.prefill import Setup, all_to_all_seconds, gather_seconds, plan_exchange, predict
+from isentrope.scaling.prefill import Setup, gather_seconds, plan_exchange, predict, send_seconds
 from isentrope.scaling.shape import SHAPES, ModelShape, read_shape, shape_from_config
 from isentrope.scaling.visibility import Visibility, count_busiest, list_parts, read_visibility
 
@@ -68,7 +68,7 @@ def test_compute_by_hand():
 def test_bytes_by_hand():
     n, processes, m = 64, 4, 16
     kv = 2 * 2 * 2 * 2  # keys and values, two heads of two, two bytes
-    for exchange in ("gather", "ring"):
+    for exchange in ("gather", "all-gather", "ring"):
         assert plan_exchange(SMALL, DENSE, Setup(n, processes, exchange), FLAT).received == 3 * m * kv
     own = m * 2 * (2 * 4 + 2 * 4) * 2  # key heads are repeated to one for each process
     assert plan_exchange(SMALL, DENSE, Setup(n, processes, "ulysses"), FLAT).received == own * 3 / 4
@@ -112,8 +112,10 @@ def test_links_of_two_speeds():
     assert gather_seconds(100, 2, link) == 100 / 100 + 0.5
     # two nodes: of 4 · 100 bytes a node lacks half, and takes it in over two adapters
     assert gather_seconds(300, 4, link) == 200 / 20 + 3 * 0.5
-    assert all_to_all_seconds(400, 4, link) == 200 / 10 + 3 * 0.5
-    assert gather_seconds(100, 1, link) == all_to_all_seconds(100, 1, link) == 0
+    # straight from each: 200 of 300 bytes over the process's own adapter
+    assert send_seconds(300, 4, link) == 200 / 10 + 3 * 0.5
+    assert send_seconds(100, 2, link) == gather_seconds(100, 2, link)
+    assert gather_seconds(100, 1, link) == send_seconds(100, 1, link) == 0
 
 
 def test_more_processes_are_faster_where_the_link_is_free():

@@ -14,7 +14,7 @@ from isentrope.scaling.shape import ModelShape
 from isentrope.scaling.visibility import Visibility, count_busiest
 from isentrope.utils.messages import suggest
 
-EXCHANGES = ("gather", "ring", "ulysses")
+EXCHANGES = ("gather", "all-gather", "ring", "ulysses")
 ACCUMULATOR_BYTES = 4  # partial results of a ring are merged in fp32
 
 
@@ -25,8 +25,9 @@ class Setup:
     Attributes:
         tokens: n.
         processes: P.
-        exchange: "gather", all keys and values that are seen at once; "ring", those of one process after another;
-            "ulysses", heads for tokens and back.
+        exchange: "gather", all keys and values that are seen at once, straight from the process that has them, as
+            `ContextParallel(exchange="gather")` does; "all-gather", the same by a collective that takes them into each
+            node once; "ring", those of one process after another; "ulysses", heads for tokens and back.
         layout: "zigzag" or "contiguous".
     """
 
@@ -96,7 +97,9 @@ class Exchange:
 def list_exchanges(visibility: Visibility) -> tuple[str, ...]:
     """Return the ways of exchange for such attention: a ring has no use where only neighbours' keys are seen, and
     cannot choose among all keys."""
-    return EXCHANGES if visibility.kind == "dense" else ("gather", "ulysses")
+    if visibility.kind == "dense":
+        return EXCHANGES
+    return ("gather", "ulysses") if visibility.kind == "windowed" else ("gather", "all-gather", "ulysses")
 
 
 def predict(shape: ModelShape, visibility: Visibility, setup: Setup, device: Device, link: Link) -> Cost:
@@ -191,7 +194,7 @@ def plan_exchange(shape: ModelShape, visibility: Visibility, setup: Setup, link:
         kv_heads = count_ulysses_heads(shape, processes)
         own = m * shape.head_dim * (2 * shape.heads + 2 * kv_heads) * shape.dtype_bytes
         received = own * (processes - 1) / processes
-        return Exchange(received, 2.0 * own if processes > 1 else 0.0, all_to_all_seconds(own, processes, link))
+        return Exchange(received, 2.0 * own if processes > 1 else 0.0, send_seconds(received, processes, link))
     if processes == 1:
         return Exchange(0.0, 0.0, 0.0)
     block = m * shape.kv_bytes
@@ -207,7 +210,8 @@ def plan_exchange(shape: ModelShape, visibility: Visibility, setup: Setup, link:
         received = float((processes - 1) * block)
         return Exchange(received, 2.0 * block + accumulator, seconds, processes, hidden=True)
     received = float((processes - 1) * block)
-    return Exchange(received, received + block, gather_seconds(received, processes, link))
+    count_seconds = gather_seconds if setup.exchange == "all-gather" else send_seconds
+    return Exchange(received, received + block, count_seconds(received, processes, link))
 
 
 def count_ulysses_heads(shape: ModelShape, processes: int) -> int:
@@ -230,10 +234,20 @@ def slowest_hop(processes: int, link: Link) -> float:
     return link.inside if processes <= link.node_size else link.between
 
 
+def send_seconds(received: float, processes: int, link: Link) -> float:
+    """Return the seconds in which each process receives so many bytes, as many from every other, over its own links."""
+    if processes == 1 or not received:
+        return 0.0
+    inside = min(processes, link.node_size)
+    each = received / (processes - 1)
+    seconds = max(each * (inside - 1) / link.inside, each * (processes - inside) / link.between)
+    return seconds + (processes - 1) * link.latency
+
+
 def gather_seconds(received: float, processes: int, link: Link) -> float:
     """Return the seconds in which each process receives so many bytes from all others.
 
-    What comes from other nodes passes the adapters of all processes of the node once, and is shared inside it.
+    What comes from other nodes enters a node once, over the adapters of all its processes, and is shared inside it.
     """
     if processes == 1 or not received:
         return 0.0
@@ -242,15 +256,4 @@ def gather_seconds(received: float, processes: int, link: Link) -> float:
         nodes = processes / link.node_size
         from_others = received * processes / (processes - 1) * (nodes - 1) / nodes
         seconds = max(seconds, from_others / (link.node_size * link.between))
-    return seconds + (processes - 1) * link.latency
-
-
-def all_to_all_seconds(own: float, processes: int, link: Link) -> float:
-    """Return the seconds in which each process sends a P-th of its bytes to every other."""
-    if processes == 1:
-        return 0.0
-    inside = min(processes, link.node_size)
-    seconds = own * (inside - 1) / processes / link.inside
-    if processes > inside:
-        seconds = max(seconds, own * (processes - inside) / processes / link.between)
     return seconds + (processes - 1) * link.latency

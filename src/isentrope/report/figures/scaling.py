@@ -16,8 +16,11 @@ from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 KEY_COLOURS = {"dense": COLOURS[1], "retrieved": COLOURS[3], "windowed": COLOURS[5]}
 EXCHANGE_STYLES: dict[str, tuple[Any, str]] = {
-    "gather": ("-", "o"), "ring": ((0, (5, 2)), "s"), "ulysses": ((0, (1, 1.5)), "^"),
-}  # fmt: skip
+    "gather": ("-", "o"),
+    "all-gather": ((0, (7, 1.5, 1, 1.5)), "D"),
+    "ring": ((0, (5, 2)), "s"),
+    "ulysses": ((0, (1, 1.5)), "^"),
+}
 
 
 def draw_scaling(results: Path) -> list[Path]:
@@ -42,7 +45,7 @@ def draw_scaling(results: Path) -> list[Path]:
             for name, (style, marker) in EXCHANGE_STYLES.items()
         ]
         open_mark = Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="none", label="too large")
-        figure.legend(handles=[*keys, *ways, open_mark], loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+        figure.legend(handles=[*keys, *ways, open_mark], loc="outside lower center", ncols=8, frameon=False, fontsize=9)
         figure.suptitle(f"Predicted: {data['device']['name']}, link {data['link']['name']}", x=0.01, ha="left")
         return save_figure(figure, results.with_suffix(""))
 
