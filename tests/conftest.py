@@ -1,5 +1,6 @@
 """GPU tests run where there is a GPU, slow ones when asked for."""
 
+import atexit
 import gc
 from pathlib import Path
 
@@ -27,6 +28,7 @@ WORDS = (
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is imported, which leaves no garbage
     if hasattr(config, "workerinput"):  # workers share the cores already
         torch.set_num_threads(1)
 
@@ -53,10 +55,8 @@ def pytest_collection_finish(session):
     """Modules live to the end: a collection of garbage, as after every compilation, need not look through them."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish(session):
-    gc.unfreeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # what extension modules count at the end is not taken for a leak
 
 
 @pytest.fixture(autouse=True)

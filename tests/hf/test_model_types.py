@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import isentrope as ise
 from tests.fixtures import model_types
@@ -29,7 +30,7 @@ SETS = {
 
 
 def model_of(name, **options):
-    if name not in model_types.names():
+    if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     model = build(name, **options)
     assert not isinstance(model, str), model
@@ -120,7 +121,13 @@ def test_rotation_by_complex_numbers(name):
         ise.extend(model_of(name), "infoscale:train_length=64")
 
 
+def pytest_generate_tests(metafunc):
+    """Every type where slow tests are wanted: their names take the configurations of all models to be imported."""
+    if metafunc.function is test_every_type:
+        wanted = "slow" in metafunc.config.option.markexpr
+        metafunc.parametrize("name", model_types.names() if wanted else ["llama"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", model_types.names())
 def test_every_type(name):
     assert not model_types.examine(name).wrong
