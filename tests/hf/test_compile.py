@@ -26,10 +26,14 @@ RECIPES = [
 SLOW_RECIPES = ["lampe:window=8,tail=0", "dpe:window=32,scales=(1,2,8)"]
 
 
-def choose(eager, aot_eager):
-    """Recipes to trace, and those to run AOTAutograd on too, which takes as long; with `-m slow` all of them."""
+def choose(eager, aot_eager, slow=None):
+    """Recipes to trace, and those to run AOTAutograd on too, which takes as long.
+
+    With `-m slow` AOTAutograd runs on all of them, or on those named, and the slow recipes are traced.
+    """
     cases = [(recipe, "eager") for recipe in eager] + [(recipe, "aot_eager") for recipe in aot_eager]
-    rest = [(recipe, "aot_eager") for recipe in RECIPES] + [(recipe, "eager") for recipe in SLOW_RECIPES]
+    rest = [(recipe, "aot_eager") for recipe in slow or RECIPES]
+    rest += [] if slow else [(recipe, "eager") for recipe in SLOW_RECIPES]
     return cases + [pytest.param(*case, marks=pytest.mark.slow) for case in rest if case not in cases]
 
 
@@ -50,12 +54,12 @@ def extended(recipe, layers=1):
 
 
 def compiled(model, backend="aot_eager"):
-    """The model in one graph without code generation, and what counts its graphs."""
+    """Return the model in one graph without code generation, and what counts its graphs."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(model, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize(("recipe", "backend"), choose(["infoscale", *RECIPES[3::2]], [NEAR_AND_FAR]))
+@pytest.mark.parametrize(("recipe", "backend"), choose(["infoscale", *RECIPES[3::2]], []))
 def test_a_forward_pass_is_one_graph(recipe, backend):
     model, ids = extended(recipe, layers=2 if recipe == RECIPES[-1] else 1), tokens(2, 100)
     fast, counter = compiled(model, backend)
@@ -65,12 +69,12 @@ def test_a_forward_pass_is_one_graph(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("infoscale", marks=pytest.mark.slow), NEAR_AND_FAR, RECIPES[3]])
-def test_padding_and_gradients(recipe):
+@pytest.mark.parametrize(("recipe", "backend"), choose([RECIPES[3]], [NEAR_AND_FAR], slow=["infoscale", RECIPES[3]]))
+def test_padding_and_gradients(recipe, backend):
     model, ids, mask = extended(recipe), tokens(3, 90), torch.ones(3, 90, dtype=torch.int64)
     mask[1, :30], mask[2, 70:] = 0, 0
     labels = ids.masked_fill(mask == 0, -100)
-    fast, counter = compiled(model)
+    fast, counter = compiled(model, backend)
     results = []
     for run in (fast, model):
         model.zero_grad()
@@ -99,14 +103,14 @@ def test_decoding_compiles_once(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("infoscale", marks=pytest.mark.slow), NEAR_AND_FAR])
-def test_generate_compiles_with_a_static_cache(recipe):
+@pytest.mark.parametrize(("recipe", "backend"), choose([NEAR_AND_FAR], [], slow=["infoscale", NEAR_AND_FAR]))
+def test_generate_compiles_with_a_static_cache(recipe, backend):
     """As it does by itself on a GPU; the rows have different lengths."""
     model, ids = extended(recipe), tokens(2, 50)
     mask = torch.ones_like(ids)
     mask[1, :15] = 0
-    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 25}
-    how = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 18}
+    how = CompileConfig(fullgraph=True, backend=backend, mode=None)
     how._compile_all_devices = True  # a CPU is left out otherwise
     out = model.generate(ids, cache_implementation="static", compile_config=how, **options)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
