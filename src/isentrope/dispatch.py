@@ -21,6 +21,7 @@ from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.dtypes import accumulation_dtype
+from isentrope.core.position_columns import takes_columns
 from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 
@@ -127,7 +128,8 @@ def _choose_fused(call: AttentionCall) -> Backend:
     """Return whichever of SDPA and FlexAttention is faster, if they take the call."""
     branch, layout = call.branches[0], call.layout
     whole = is_unmasked(branch.region, layout) or is_causal(branch.region, layout)
-    plain = len(call.branches) == 1 and not branch.biased and whole
+    linear = branch.biased and is_causal(branch.region, layout) and takes_columns(call)
+    plain = len(call.branches) == 1 and whole and (linear or not branch.biased)
     if not call.q.is_cuda or plain or layout.queries <= MAX_MASKED_QUERIES:
         return SDPA
     if torch.compiler.is_compiling() or not sdpa.has_fused_kernels(call):

@@ -11,10 +11,10 @@ import torch
 import isentrope as ise
 from isentrope import builder
 from isentrope.backends import protocol
-from isentrope.backends.blocks import backend as blocks_backend
 from isentrope.backends.blocks import gathered
 from isentrope.backends.blocks.one_query import get_plan
 from isentrope.block_selection import select_blocks
+from isentrope.core import switches
 from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SETTINGS, Setting, build, run
 from tests.contract.test_fast import error, hopper, interprets
 from tests.contract.test_matrix import check
@@ -83,7 +83,7 @@ def test_one_query_interpreted(text, monkeypatch):
     """One kernel that chooses and one that attends, several programs each, against the reference."""
     from isentrope.backends.blocks import one_query_kernel
 
-    monkeypatch.setattr(blocks_backend, "USE_ONE_QUERY_KERNELS", True)
+    monkeypatch.setattr(switches, "_on", frozenset({switches.ONE_QUERY}))
     monkeypatch.setattr(one_query_kernel, "TARGET_PROGRAMS", 12)
     launched = Mock(wraps=one_query_kernel.launch)
     monkeypatch.setattr(one_query_kernel, "launch", launched)
@@ -158,7 +158,7 @@ def test_kernel(text, d, dtype):
 def test_one_query(text, d, dtype, monkeypatch):
     from isentrope.backends.blocks import one_query_kernel
 
-    monkeypatch.setattr(blocks_backend, "USE_ONE_QUERY_KERNELS", True)
+    monkeypatch.setattr(switches, "_on", frozenset({switches.ONE_QUERY}))
     launched = Mock(wraps=one_query_kernel.launch)
     monkeypatch.setattr(one_query_kernel, "launch", launched)
     for setting in (Setting(1, 700, heads=6, d=d, dv=d), Setting(1, 5000, batch=1, heads=6, kv_heads=1, d=d, dv=d)):
@@ -169,7 +169,7 @@ def test_one_query(text, d, dtype, monkeypatch):
 @pytest.mark.gpu
 def test_one_query_against_long_rows(monkeypatch):
     """The default options: as many blocks as several programs choose from, and the same result every time."""
-    monkeypatch.setattr(blocks_backend, "USE_ONE_QUERY_KERNELS", True)
+    monkeypatch.setattr(switches, "_on", frozenset({switches.ONE_QUERY}))
     for keys in (9000, 32768, 131073):
         q, k, v = Setting(1, keys, heads=9, kv_heads=3, d=64, dv=64).tensors(torch.bfloat16, "cuda")
         options = {"causal": True, "return_lse": True}

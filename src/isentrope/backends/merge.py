@@ -55,12 +55,16 @@ class MergedBackend(Backend):
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Compute all branches, span by span, under autograd where that is needed."""
-        branches = [part for branch in call.fold() for part in branch.split_spans()]
+        branches = [part for branch in self.list_branches(call) for part in branch.split_spans()]
         operands = [x for branch in branches for x in (branch.q, branch.k, branch.offset)]
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (call.v, *operands)):
             return self.forward_branches(branches)
         function = TracedMergedAttention if torch.compiler.is_compiling() else MergedAttention
         return function.apply(self, branches, call.v, *operands)
+
+    def list_branches(self, call: AttentionCall) -> list[FoldedBranch]:
+        """Return the branches to compute, in operations that autograd records."""
+        return call.fold()
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Return the merged output and log-sum-exp of all branches."""

@@ -23,6 +23,7 @@ from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
+from isentrope.core.position_columns import has_bias, takes_columns, widen_branches
 from isentrope.core.region import Band, Region
 
 aten = torch.ops.aten
@@ -72,9 +73,12 @@ class SDPABackend(MergedBackend):
             return "no fused kernel takes float64 on a GPU; use 'chunked'"
         if any(branch.distance_law is not None for branch in call.branches):
             return "it has no factor by distance; use 'flex', 'dense' or 'chunked'"
-        if q.is_cuda and q.dtype != torch.float32 and any(branch.slopes is not None for branch in call.branches):
+        if q.is_cuda and q.dtype != torch.float32 and has_bias(call) and not takes_columns(call):
             return f"a distance bias would be rounded to {q.dtype}; use 'flex' or 'chunked'"
         return None
+
+    def list_branches(self, call: AttentionCall) -> list[FoldedBranch]:
+        return widen_branches(call) if takes_columns(call) else call.fold()
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         if len(call.branches) == 1 and not need_lse and _has_torch_kernel(branch := call.fold()[0]):

@@ -21,10 +21,7 @@ from isentrope.core.compile import can_run_triton
 from isentrope.core.layout import get_layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import Angles
-
-# proven in Triton's interpreter and compiled for sm_90, but not run on a GPU yet: until it is, decoding chooses blocks
-# by separate operations
-USE_ONE_QUERY_KERNELS = False
+from isentrope.core.switches import ONE_QUERY, is_on
 
 
 class BlocksBackend(BandBackend):
@@ -57,7 +54,7 @@ class BlocksBackend(BandBackend):
 
     def choose_and_forward(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         """Compute a call whose blocks are not chosen yet, for one query a row; None where no kernel takes it."""
-        if not USE_ONE_QUERY_KERNELS or (plan := get_plan(call)) is None:
+        if not is_on(ONE_QUERY) or (plan := get_plan(call)) is None:
             return None
         from isentrope.backends.blocks.one_query_kernel import launch
 
