@@ -85,10 +85,10 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend: expected one of {AUTO}, {', '.join(BACKENDS)}, got {format_value(name)}")
 
 
-def choose_backend(call: AttentionCall, name: str) -> Backend:
+def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -> Backend:
     """Return the backend of this name if it takes the call, or the fastest that does for "auto"."""
     if name == AUTO:
-        backend = _choose_fastest(call)
+        backend = BAND if need_entropy and _computes_entropy(call) else _choose_fastest(call)
         _announce(backend.name, call.q.device.type)
         return backend
     check_backend(name)
@@ -122,6 +122,12 @@ def _choose_fastest(call: AttentionCall) -> Backend:
     if fused.refusal(call) is None:
         return fused
     return DENSE if _weights_fit(call) else CHUNKED
+
+
+def _computes_entropy(call: AttentionCall) -> bool:
+    """Return whether one pass of the band kernel computes output and entropy of more queries than a mask is for."""
+    few = call.layout.queries <= MAX_MASKED_QUERIES or call.dropout is not None
+    return not few and BAND.computes_entropy(call)
 
 
 def _choose_fused(call: AttentionCall) -> Backend:
@@ -163,10 +169,12 @@ def _max_q_elements(call: AttentionCall) -> int:
 
 
 def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
-    backend = choose_backend(call, name)
+    backend = choose_backend(call, name, need_entropy)
     if backend.reads_padding:
         call = blank_padding(call)
     call = set_entropy_tau(backend, call)
+    if need_entropy and (all_three := backend.forward_with_entropy(call)) is not None:
+        return Result(all_three[0], all_three[1] if need_lse else None, all_three[2], backend.name)
     out, lse = backend.forward(call, need_lse or need_entropy)
     if lse is None or not (need_lse or need_entropy):
         return Result(out, None, None, backend.name)

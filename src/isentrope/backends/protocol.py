@@ -42,6 +42,10 @@ class Backend(ABC):
         A query without visible keys gives zeros and -inf. The log-sum-exp may be None unless it is needed.
         """
 
+    def forward_with_entropy(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return output, log-sum-exp and the entropy of each query's weights, None where that takes a further pass."""
+        return None
+
 
 def triton_refusal(call: AttentionCall) -> str | None:
     """Return why Triton kernels that rotate queries themselves cannot take a call, gradients aside."""

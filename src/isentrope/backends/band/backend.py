@@ -4,6 +4,9 @@ It rotates and scales queries in registers, takes in the first keys on the way, 
 PyTorch's fastest kernel computes, into its output. Last queries that see a far corner beside it go to those kernels.
 Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
+
+Behind switches (`core/switches.py`): padded and packed rows and both directions, with the visible slots of each query
+in place of a band (`intervals`); entropy in the same pass; a backward of its own; cards without a copy engine.
 """
 
 from __future__ import annotations
@@ -17,15 +20,22 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.band.corner import split_corner
+from isentrope.backends.band.intervals import (
+    backward_intervals,
+    forward_folded,
+    forward_intervals,
+    has_faster_kernels,
+)
 from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset
-from isentrope.backends.protocol import triton_refusal
+from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import cuda_capability_major
+from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.region import Region, Span
+from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
 
 MAX_SINKS = 64
-HOPPER = 9  # major compute capability
+AMPERE, HOPPER = 8, 9  # major compute capability
 
 
 class BandPlan(NamedTuple):
@@ -44,22 +54,23 @@ class BandBackend(SDPABackend):
     """The band kernel, with SDPA's kernels for far keys and for the backward."""
 
     name = "band"
-    reads_padding = False
 
     def refusal(self, call: AttentionCall) -> str | None:
-        if torch.compiler.is_compiling():
-            return "it is not for graphs, which make kernels of their own"
-        if call.q.dtype not in (torch.float16, torch.bfloat16 if call.q.is_cuda else torch.float32):
-            return f"it takes half precision, got {call.q.dtype}"  # Triton's interpreter has no bfloat16
-        if call.q.is_cuda and (torch.version.hip is not None or cuda_capability_major(call.q.device) < HOPPER):
-            return "it needs the copy engine that NVIDIA's cards have since Hopper"
-        if (reason := triton_refusal(call)) is not None:
+        if (reason := _refuse_operands(call)) is not None:
             return reason
-        if (plan := _get_plan(call)) is None:
+        plan, by_interval = _get_plan(call), is_on(BAND_ROWS) and not has_faster_kernels(call)
+        if plan is None and not by_interval:
             return "it takes whole rows that see a window, first keys and a triangle of far ones"
-        if call.needs_grad and (plan.far_branch is None or plan.sinks or split_corner(call) is not None):
+        if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
+            return None
+        if plan is None or plan.far_branch is None or plan.sinks or split_corner(call) is not None:
             return "it has no backward but of a window with a triangle of far keys"
         return None
+
+    def computes_entropy(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes a call together with its entropy, in one pass over all keys."""
+        laws = any(branch.entropy_law is not None or branch.chosen is not None for branch in call.branches)
+        return is_on(BAND_ENTROPY) and not laws and not call.needs_grad and _refuse_operands(call) is None
 
     def computes_all(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes a call without the help of SDPA, so that it needs no memory but for keys."""
@@ -69,14 +80,24 @@ class BandBackend(SDPABackend):
         if call.needs_grad:
             return MergedBackend.forward(self, call, need_lse)
         parts = split_corner(call)
+        if _get_plan(call) is None:
+            return forward_intervals(call)[:2]
         return self.run_kernel(call) if parts is None else self._forward_parts(*parts)
+
+    def forward_with_entropy(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not self.computes_entropy(call):
+            return None
+        out, lse, entropy = forward_intervals(call, need_entropy=True)
+        assert entropy is not None
+        return out, lse, entropy
 
     def run_kernel(self, call: AttentionCall, far: PartialOutput | None = None) -> tuple[Tensor, Tensor]:
         """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
         from isentrope.backends.band.kernel import launch
 
         plan = _get_plan(call)
-        assert plan is not None
+        if plan is None:
+            return forward_intervals(call, far=far)[:2]
         near = call.branches[plan.near_branch]
         k = call.fold_keys(near)
         sink = near if plan.sink_branch is None else call.branches[plan.sink_branch]
@@ -101,11 +122,44 @@ class BandBackend(SDPABackend):
         from isentrope.backends.band.kernel import launch
 
         layout = branches[0].layout
-        plan = plan_band([branch.region for branch in branches], layout.queries, layout.keys)
-        assert plan is not None and plan.far_branch is not None and not plan.sinks
+        plan = plan_band([x.region for x in branches], layout.queries, layout.keys) if layout.plain else None
+        if plan is None or plan.far_branch is None or plan.sinks:
+            return forward_folded(branches)
         near, far_branch = branches[plan.near_branch], branches[plan.far_branch]
         far = add_offset(self.forward_branch(far_branch), far_branch.offset)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
+
+    def backward_branch(
+        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if is_on(BAND_BACKWARD) and _takes_backward(branch):
+            return backward_intervals(branch, grad, out, lse)
+        return super().backward_branch(branch, grad, out, lse)
+
+
+def _refuse_operands(call: AttentionCall) -> str | None:
+    """Return why the kernel cannot take the tensors of a call, whatever queries see."""
+    if torch.compiler.is_compiling():
+        return "it is not for graphs, which make kernels of their own"
+    if call.q.dtype not in (torch.float16, torch.bfloat16 if call.q.is_cuda else torch.float32):
+        return f"it takes half precision, got {call.q.dtype}"  # Triton's interpreter has no bfloat16
+    oldest = AMPERE if is_on(BAND_POINTERS) else HOPPER
+    if call.q.is_cuda and (torch.version.hip is not None or cuda_capability_major(call.q.device) < oldest):
+        return "it needs the copy engine that NVIDIA's cards have since Hopper"
+    return triton_refusal(call)
+
+
+def _takes_backward(branch: FoldedBranch) -> bool:
+    """Return whether Triton's backward is to compute a branch: PyTorch's is faster for triangles and all pairs."""
+    layout, (q, k, v) = branch.layout, (branch.q, branch.k, branch.v)
+    if branch.biased or branch.chosen is not None or not can_run_triton(q) or torch.compiler.is_compiling():
+        return False
+    if any(x.shape[-1] not in TRITON_HEAD_DIMS or x.stride(-1) != 1 for x in (q, k, v)) or q.dtype == torch.float64:
+        return False
+    if not layout.plain or len(branch.region.spans) != 1:
+        return True
+    band = branch.region.spans[0].to_band(layout.queries, layout.keys)
+    return band is not None and not (band.full or band.causal)
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.backends.merge import PartialOutput
-from isentrope.core.compile import device_context
+from isentrope.core.compile import cuda_capability_major, device_context
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
@@ -21,6 +21,7 @@ from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 SERVER_BLOCKS = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
 CONSUMER_BLOCKS = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
 MIN_SHARED_MEMORY_BYTES = 160 << 10  # of a multiprocessor, for SERVER_BLOCKS
+HOPPER = 9  # major compute capability, the first with a copy engine
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
 LN2 = tl.constexpr(log(2))
 
@@ -41,6 +42,9 @@ def launch(
     sink_tau: Tensor | None = None,
     sink_offset: Tensor | None = None,
     far: PartialOutput | None = None,
+    intervals: tuple[Tensor, Tensor] | None = None,
+    far_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
 
@@ -61,6 +65,10 @@ def launch(
         sink_tau: temperatures against the sinks, as `tau`.
         sink_offset: added to the scores of the sinks, (batch or 1, heads or 1, queries).
         far: output of further keys, to be merged.
+        intervals: in place of `left` and `right`, the first key that each query sees and the one after the last, int32
+            (batch or 1, queries) each; `sink_offset` is then added to all scores.
+        far_entropy: entropy of attention over the further keys, as its log-sum-exp; for `entropy`.
+        entropy: where to write that of each query's weights, (batch, heads, queries) in fp32.
 
     Returns:
         Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries).
@@ -76,25 +84,36 @@ def launch(
     sink_cos, sink_sin = sink_angles or (lse, lse)
     sink_keys = k if sink_keys is None else sink_keys
     far_out, far_lse, first = far or PartialOutput(out, lse, 0)
+    lows, highs = intervals or (lse, lse)
+    described = has_copy_engine(q.device)
+    k_blocks, v_blocks = (_describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
     with device_context(q):
         _band[(triton.cdiv(queries, rows), heads, batch)](
-            q, _describe_blocks(k, columns), _describe_blocks(v, columns), v, sink_keys, out, lse,
+            q, k_blocks, v_blocks, v, sink_keys, out, lse,
             cos, sin, sink_cos, sink_sin, lse if tau is None else tau,
             lse if sink_tau is None else sink_tau, lse if sink_offset is None else sink_offset, far_out, far_lse,
+            lows, highs, lse if entropy is None else entropy, lse if far_entropy is None else far_entropy,
             *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
             *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
             *broadcast_strides(tau, 0, 1, 2), *broadcast_strides(sink_tau, 0, 1, 2),
             *broadcast_strides(sink_offset, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
+            0 if lows.shape[0] == 1 else lows.stride(0), *k.stride()[:3],
             GROUPS=heads // kv_heads, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns,
             SINKS=max(MIN_MATRIX_SIZE, triton.next_power_of_2(sinks)) if sinks else 0, ROTATE=angles is not None,
             ROTATE_SINKS=sink_angles is not None, TAU=tau is not None, SINK_TAU=sink_tau is not None,
             SINK_OFFSET=sink_offset is not None, NORMALISE=normalise, FAR=far is not None,
             SCALE_SCORES=all(x is None for x in (angles, sink_angles, tau, sink_tau)) and not normalise,
-            IEEE=q.dtype == torch.float32, num_stages=stages, num_warps=warps,
+            IEEE=q.dtype == torch.float32, INTERVALS=intervals is not None, DESCRIBED=described,
+            ENTROPY=entropy is not None, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Return whether keys are loaded by Hopper's copy engine, as Triton's interpreter does too; else by pointers."""
+    return device.type != "cuda" or cuda_capability_major(device) >= HOPPER
 
 
 def _describe_blocks(x: Tensor, rows: int) -> TensorDescriptor:
@@ -119,7 +138,8 @@ def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]
     if device.type != "cuda":
         return SERVER_BLOCKS
     shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return SERVER_BLOCKS if shared_memory > MIN_SHARED_MEMORY_BYTES else CONSUMER_BLOCKS
+    large = has_copy_engine(device) and shared_memory > MIN_SHARED_MEMORY_BYTES  # pointers take registers
+    return SERVER_BLOCKS if large else CONSUMER_BLOCKS
 
 
 @triton.jit
@@ -150,62 +170,96 @@ def _load_queries(q, cos, sin, factor, row, valid, q_row, angle_row, SIZE: tl.co
 
 
 @triton.jit
-def _accumulate(row_max, row_sum, acc, scores, v_block, IEEE: tl.constexpr, MASKED: tl.constexpr):
-    """Add a block of scores (to base 2) and values to the running softmax."""
+def _move_gap(gap, row_max, row_sum, anchor, decay):
+    """Return Σ w (t - anchor) for Σ w (t - row_max), of weights w that `decay` multiplies."""
+    return (gap + row_sum * tl.where(row_sum > 0, row_max - anchor, 0.0)) * decay
+
+
+@triton.jit
+def _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE: tl.constexpr, MASKED: tl.constexpr,
+                ENTROPY: tl.constexpr):  # fmt: skip
+    """Add a block of scores t (to base 2) and values to the running softmax, and to gap = Σ 2^{t - max} (t - max)."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     anchor = new_max
     if MASKED:  # a row may not have seen a key yet
         anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
     weight = tl.exp2(scores - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
+    if ENTROPY:
+        below = tl.where(weight > 0, scores - anchor[:, None], 0.0)
+        gap = _move_gap(gap, row_max, row_sum, anchor, decay) + tl.sum(weight * below, 1)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
-    return new_max, row_sum * decay + tl.sum(weight, 1), acc
+    return new_max, row_sum * decay + tl.sum(weight, 1), acc, gap
 
 
 @triton.jit
-def _attend_blocks(row_max, row_sum, acc, q_block, k, v, batch, head, position, left, right, keys, begin, end, scale,
-                   SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SCALE_SCORES: tl.constexpr,
-                   IEEE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _load_keys(x, batch, head, start, keys, x_key, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """Load a block of vectors by the copy engine, which reads zeros past the last, or by pointers to one head."""
+    if DESCRIBED:
+        block = x.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
+    else:
+        column, lane = start + tl.arange(0, COLUMNS), tl.arange(0, SIZE)
+        pointer = x + column.to(tl.int64)[:, None] * x_key + lane[None, :]
+        block = tl.load(pointer, mask=(column < keys)[:, None], other=0.0) if MASKED else tl.load(pointer)
+    return block
+
+
+@triton.jit
+def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, position, left, right, keys, begin, end,
+                   scale, k_key, v_key, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                   SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, MASKED: tl.constexpr, INTERVALS: tl.constexpr,
+                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
     """Add the blocks of keys from `begin` to `end`: all pairs, or (MASKED) those in the band.
 
-    The copy engine reads zeros past the last key.
+    INTERVALS: each row sees the keys from its `left` to before its `right`.
     """
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     for start in tl.range(begin, end, COLUMNS):
-        k_block = k.load([batch, head, start, 0]).reshape(COLUMNS, SIZE)
+        k_block = _load_keys(k, batch, head, start, keys, k_key, SIZE, COLUMNS, DESCRIBED, MASKED)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
         if SCALE_SCORES:
             scores = scores * scale
         if MASKED:
             column = start + tl.arange(0, COLUMNS)
-            distance = column[None, :] - position[:, None]
-            visible = (distance >= -left) & (distance <= right) & (column < keys)[None, :]
+            if INTERVALS:
+                visible = (column[None, :] >= left[:, None]) & (column[None, :] < right[:, None])
+            else:
+                distance = column[None, :] - position[:, None]
+                visible = (distance >= -left) & (distance <= right) & (column < keys)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        v_block = v.load([batch, head, start, 0]).reshape(COLUMNS, VALUE_SIZE)
-        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, scores, v_block, IEEE, MASKED)
-    return row_max, row_sum, acc
+        v_block = _load_keys(v, batch, head, start, keys, v_key, VALUE_SIZE, COLUMNS, DESCRIBED, MASKED)
+        row_max, row_sum, acc, gap = _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, MASKED, ENTROPY)
+    return row_max, row_sum, acc, gap
 
 
 # arguments that change with the length are not specialised: one kernel serves all lengths
 @triton.jit(do_not_specialize=[
     "angle_batch", "sink_angle_batch", "tau_batch", "tau_head", "sink_tau_batch", "sink_tau_head",
     "sink_offset_batch", "sink_offset_head", "far_lse_batch", "far_lse_head",
-    "queries", "keys", "left", "right", "sinks", "first", "last",
+    "queries", "keys", "left", "right", "sinks", "first", "last", "interval_batch",
 ])  # fmt: skip
 def _band(
     q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, sink_tau, sink_offset,
-    far_out, far_lse, q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
+    far_out, far_lse, lows, highs, entropy, far_entropy,
+    q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
     angle_batch, angle_row, sink_angle_batch, sink_angle_row, tau_batch, tau_head, tau_row,
     sink_tau_batch, sink_tau_head, sink_tau_row, sink_offset_batch, sink_offset_head, sink_offset_row,
     far_batch, far_head, far_row, far_lse_batch, far_lse_head, far_lse_row,
-    heads, queries, keys, left, right, sinks, first, last, scale,
+    heads, queries, keys, left, right, sinks, first, last, scale, interval_batch, k_batch, k_head, k_key,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr,
     SINK_TAU: tl.constexpr, SINK_OFFSET: tl.constexpr, NORMALISE: tl.constexpr, FAR: tl.constexpr,
-    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr,
+    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, INTERVALS: tl.constexpr, DESCRIBED: tl.constexpr,
+    ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled."""
+    """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled.
+
+    INTERVALS: row i sees the keys from lows[i] to before highs[i], or none, and sink_offset is added to all scores.
+    DESCRIBED: k_blocks and v_blocks are descriptors for the copy engine, otherwise keys and values themselves.
+    ENTROPY: that of each row's weights is written too, `far_entropy` being that of far keys.
+    """
     head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
     head64, kv_head64 = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS
@@ -225,26 +279,45 @@ def _band(
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
+    gap = tl.zeros((ROWS,), tl.float32)
+    if not DESCRIBED:
+        k_blocks += batch * k_batch + kv_head64 * k_head
+        v_blocks += batch * v_batch + kv_head64 * v_head
 
     q_block = _load_queries(q, cos + batch * angle_batch, sin + batch * angle_batch, factor, row, row_valid, q_row,
                             angle_row, SIZE, ROTATE, NORMALISE)  # fmt: skip
     # begin … end: blocks that some row sees; inner_begin … inner_end: those that all rows see entirely
-    first_position, last_position = start + offset, tl.minimum(start + ROWS, queries) - 1 + offset
-    begin = tl.maximum(first_position - left, 0) // COLUMNS * COLUMNS
-    end = tl.cdiv(tl.minimum(last_position + right + 1, keys), COLUMNS) * COLUMNS
-    inner_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - left, 0), COLUMNS) * COLUMNS, end)
-    inner_end = tl.maximum(tl.minimum(first_position + right + 1, keys) // COLUMNS * COLUMNS, inner_begin)
-    row_max, row_sum, acc = _attend_blocks(
-        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
-        begin, inner_begin, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+    if INTERVALS:
+        lows += batch * interval_batch + row
+        highs += batch * interval_batch + row
+        left, right = tl.load(lows, mask=row_valid, other=0), tl.load(highs, mask=row_valid, other=0)
+        seen = left < right
+        begin = tl.min(tl.where(seen, left, keys), 0) // COLUMNS * COLUMNS
+        end = tl.maximum(tl.cdiv(tl.max(tl.where(seen, right, 0), 0), COLUMNS) * COLUMNS, begin)
+        inner_begin = tl.cdiv(tl.max(tl.where(row_valid, left, 0), 0), COLUMNS) * COLUMNS
+        inner_begin = tl.minimum(tl.maximum(inner_begin, begin), end)
+        inner_end = tl.min(tl.where(row_valid, right, keys), 0) // COLUMNS * COLUMNS
+        inner_end = tl.maximum(tl.minimum(inner_end, end), inner_begin)
+    else:
+        first_position, last_position = start + offset, tl.minimum(start + ROWS, queries) - 1 + offset
+        begin = tl.maximum(first_position - left, 0) // COLUMNS * COLUMNS
+        end = tl.cdiv(tl.minimum(last_position + right + 1, keys), COLUMNS) * COLUMNS
+        inner_begin = tl.minimum(tl.cdiv(tl.maximum(last_position - left, 0), COLUMNS) * COLUMNS, end)
+        inner_end = tl.maximum(tl.minimum(first_position + right + 1, keys) // COLUMNS * COLUMNS, inner_begin)
+    row_max, row_sum, acc, gap = _attend_blocks(
+        row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
+        keys, begin, inner_begin, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True, INTERVALS,
+        DESCRIBED, ENTROPY,
     )  # fmt: skip
-    row_max, row_sum, acc = _attend_blocks(
-        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
-        inner_begin, inner_end, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
+    row_max, row_sum, acc, gap = _attend_blocks(
+        row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
+        keys, inner_begin, inner_end, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
+        INTERVALS, DESCRIBED, ENTROPY,
     )  # fmt: skip
-    row_max, row_sum, acc = _attend_blocks(
-        row_max, row_sum, acc, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right, keys,
-        inner_end, end, scale, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+    row_max, row_sum, acc, gap = _attend_blocks(
+        row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
+        keys, inner_end, end, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True, INTERVALS,
+        DESCRIBED, ENTROPY,
     )  # fmt: skip
 
     if SINKS > 0:  # last, when the loops have released their shared memory
@@ -270,7 +343,11 @@ def _band(
             scores = scores + offset_rows[:, None] / LN2
         visible = (column < sinks)[None, :] & (column[None, :] < (position - left)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, scores, v_block, IEEE, True)
+        row_max, row_sum, acc, gap = _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, True, ENTROPY)
+    if INTERVALS and SINK_OFFSET:
+        offset_rows = _load_rows(sink_offset, sink_offset_batch, sink_offset_head, sink_offset_row, batch, head64, row,
+                                 row_valid)  # fmt: skip
+        row_max += offset_rows / LN2
 
     if FAR:
         far_valid = row_valid & (row >= first) & (row < last)
@@ -280,13 +357,25 @@ def _band(
         out_pointer = far_out + batch * far_batch + head64 * far_head + far_index[:, None] * far_row
         far_block = tl.load(out_pointer + value_lane[None, :], mask=far_valid[:, None], other=0.0).to(tl.float32)
         new_max = tl.maximum(tl.where(row_valid, row_max, 0.0), far_max)
+        if INTERVALS:  # a row may see nothing
+            new_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         decay, weight = tl.exp2(row_max - new_max), tl.exp2(far_max - new_max)
+        if ENTROPY:
+            far_pointer = far_entropy + batch * far_lse_batch + head64 * far_lse_head + far_index * far_lse_row
+            far_gap = far_max - new_max - tl.load(far_pointer, mask=far_valid, other=0.0) / LN2
+            gap = _move_gap(gap, row_max, row_sum, new_max, decay) + weight * tl.where(weight > 0, far_gap, 0.0)
         acc = acc * decay[:, None] + far_block * weight[:, None]
         row_sum, row_max = row_sum * decay + weight, new_max
 
-    row_sum = tl.where(row_valid, row_sum, 1.0)
+    row_seen = row_valid
+    if INTERVALS:
+        row_seen = row_sum > 0
+        row_max = tl.where(row_seen, row_max, float("-inf"))
+    row_sum = tl.where(row_seen, row_sum, 1.0)
     index = (batch * heads + head64) * queries + row
     tl.store(lse + index, (row_max + tl.log2(row_sum)) * LN2, mask=row_valid)
+    if ENTROPY:
+        tl.store(entropy + index, (tl.log2(row_sum) - gap / row_sum) * LN2, mask=row_valid)
     acc = acc / row_sum[:, None]
     out_pointer = out + index[:, None] * VALUE_SIZE + value_lane[None, :]
     tl.store(out_pointer, acc.to(out.dtype.element_ty), mask=row_valid[:, None])

@@ -1,0 +1,213 @@
+"""The band kernel by intervals: padded and packed rows, both directions, entropy, backward, loads by pointers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isentrope import dispatch
+from isentrope.attention import attention
+from isentrope.backends.band.intervals import find_query_ranges
+from isentrope.builder import Inputs, build_call
+from isentrope.core import switches
+from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
+from tests.contract.matrix import Setting
+from tests.contract.test_fast import error, hopper, interprets, recipe_of
+
+TEXTS = (
+    "rope+infoscale:train_length=16",
+    "rerope:window=24+infoscale:train_length=16",
+    "selfextend:window=24,group=4+cosine:alpha=16",
+    "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
+    "rope+window:size=20",
+    "rope+sink:sinks=3,size=20",
+    "rerope:window=24+lambda:sinks=5,window=24",
+    "dualchunk:chunk=40,local=8",
+)
+ROWS = ("lengths", "left", "documents", "position_ids", "no_keys", "")
+# each method meets padding, documents and both directions in turn; the interpreter is slow
+TURNS = [[(text, ROWS[(n + turn) % 6], (n + turn) % 3 != 0) for n, text in enumerate(TEXTS)] for turn in range(3)]
+CASES = [*TURNS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*TURNS[1], *TURNS[2]))]
+BACKWARD = [TURNS[0][1], *(pytest.param(*TURNS[0][n], marks=pytest.mark.slow) for n in (3, 4, 5, 7))]
+BOTH_DIRECTIONS = [(TEXTS[1], "", False), *(pytest.param(t, "", False, marks=pytest.mark.slow) for t in TEXTS[2:5:2])]
+ALL = (BAND_ROWS, BAND_ENTROPY, BAND_BACKWARD)
+SIZES = {"documents": (100, 100), "lengths": (63, 63), "left": (100, 100), "": (63, 63)}
+
+
+@pytest.fixture
+def every_switch(monkeypatch):
+    monkeypatch.setattr(switches, "_on", frozenset(ALL))
+
+
+def make_setting(rows, d=32, dv=32, scale=1):
+    queries, keys = SIZES.get(rows, (63, 63))
+    heads = (2, 1) if scale == 1 else (6, 3)
+    return Setting(queries * scale, keys * scale, rows, heads=heads[0], kv_heads=heads[1], d=d, dv=dv)
+
+
+def compare(text, setting, causal, dtype, device, gradients):
+    """Compare output, log-sum-exp, entropy and gradients with the reference in fp64."""
+    options = {"causal": causal, "return_lse": True, "return_entropy": True} | setting.arguments(device)
+    recipe, results = recipe_of(text, device), []
+    for kind, backend in ((dtype, "band"), (torch.float64, "reference")):
+        inputs = [x.to(kind).requires_grad_(gradients) for x in setting.tensors(dtype, device)]
+        out, aux = attention(*inputs, recipe, backend=backend, **options)
+        values = {"out": out.detach(), "lse": aux.lse.detach(), "entropy": aux.entropy.detach()}
+        if gradients:
+            weights = torch.linspace(0.5, 1.5, out.numel(), device=device, dtype=torch.float64).view_as(out)
+            (out.double() * weights).sum().backward()
+            values |= {name: x.grad for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)}
+        results.append(values)
+    actual, truth = results
+    near = 5e-5 if dtype == torch.float32 else 2e-2
+    for name, value in actual.items():
+        exact = truth[name]
+        if name == "entropy":
+            assert (value - exact).abs().max() < (1e-3 if dtype == torch.float32 else 5e-2), name
+            continue
+        seen = exact > -torch.inf
+        assert torch.equal(value > -torch.inf, seen), name
+        assert error(value[seen], exact[seen]) < near * (1 if name in ("out", "lse") else 4), name
+
+
+@interprets
+@pytest.mark.parametrize(("text", "rows", "causal"), CASES, ids=str)
+def test_intervals_interpreted(text, rows, causal, every_switch):
+    setting = make_setting(rows)
+    if not rows and dispatch.BAND.refusal(build(text, setting, causal)) is not None:
+        pytest.skip("whole rows in triangles are PyTorch's")
+    with torch.no_grad():
+        compare(text, setting, causal, torch.float32, "cpu", gradients=False)
+
+
+@interprets
+@pytest.mark.parametrize(("text", "rows", "causal"), BACKWARD, ids=str)
+def test_backward_by_intervals_interpreted(text, rows, causal, every_switch):
+    compare(text, make_setting(rows), causal, torch.float32, "cpu", gradients=True)
+
+
+@interprets
+@pytest.mark.parametrize(("text", "rows", "causal"), BOTH_DIRECTIONS, ids=str)
+def test_both_directions_interpreted(text, rows, causal, every_switch):
+    compare(text, make_setting(rows), causal, torch.float32, "cpu", gradients=True)
+
+
+@interprets
+@pytest.mark.slow
+def test_half_precision_by_intervals_interpreted(every_switch):
+    compare(TEXTS[1], make_setting("documents"), True, torch.float16, "cpu", gradients=True)
+
+
+@interprets
+@pytest.mark.parametrize("text", [TEXTS[0], TEXTS[3]])
+def test_entropy_in_one_pass_interpreted(text, every_switch):
+    """Whole rows too, where output and entropy are wanted together: "auto" takes the band kernel, off it does not."""
+    setting = Setting(100, 100, batch=1, heads=2, kv_heads=1, d=32, dv=64)
+    q, k, v = setting.tensors(torch.float32)
+    options = {"causal": True, "return_lse": True, "return_entropy": True}
+    with torch.no_grad():
+        out, aux = attention(q, k, v, text, **options)
+        truth, exact = attention(q.double(), k.double(), v.double(), text, backend="reference", **options)
+    assert aux.backend == "band"
+    assert error(out, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
+    assert (aux.entropy - exact.entropy).abs().max() < 2e-5  # no difference of large numbers
+
+
+@interprets
+def test_large_scores_keep_their_entropy_interpreted(every_switch):
+    q, k, v = make_setting("lengths").tensors(torch.float32)
+    options = {"causal": True, "return_entropy": True, "lengths": [63, 20]}
+    with torch.no_grad():
+        aux = attention(q * 40, k, v, "rope", backend="band", **options)[1]
+        exact = attention(q.double() * 40, k.double(), v.double(), "rope", backend="reference", **options)[1]
+    assert (aux.entropy - exact.entropy).abs().max() < 1e-3
+
+
+@interprets
+@pytest.mark.parametrize("text", [TEXTS[1], pytest.param(TEXTS[6], marks=pytest.mark.slow)])
+def test_loads_by_pointers_interpreted(text, monkeypatch, every_switch):
+    """What a card without a copy engine runs, for whole and for padded rows."""
+    from isentrope.backends.band import kernel
+
+    monkeypatch.setattr(kernel, "has_copy_engine", lambda device: False)
+    with torch.no_grad():
+        compare(text, Setting(63, 63, batch=1, heads=2, kv_heads=1, d=32, dv=32), True, torch.float32, "cpu", False)
+        compare(text, make_setting("lengths"), True, torch.float32, "cpu", gradients=False)
+
+
+@interprets
+def test_padding_is_never_read_interpreted(every_switch):
+    setting = make_setting("lengths")
+    q, k, v = setting.tensors(torch.float32)
+    options = setting.arguments() | {"causal": True, "backend": "band", "return_lse": True}
+    with torch.no_grad():
+        expected, _ = attention(q, k, v, TEXTS[1], **options)
+        lengths = torch.as_tensor(options["lengths"])
+        padded = torch.arange(63) >= lengths[:, None]
+        k, v = (x.masked_fill(padded[:, None, :, None], torch.nan) for x in (k, v))
+        actual, _ = attention(q, k, v, TEXTS[1], **options)
+    live = ~padded[:, None, :, None].expand_as(expected)
+    assert torch.equal(actual[live], expected[live])
+
+
+def build(text, setting, causal):
+    q, k, v = setting.tensors(torch.float32)
+    with torch.no_grad():
+        return build_call(Inputs(q, k, v, causal=causal, **setting.arguments()), recipe_of(text).resolve())
+
+
+@interprets
+def test_switches_are_off_interpreted():
+    assert not any(switches.is_on(name) for name in (*ALL, BAND_POINTERS))
+    q, k, v = make_setting("lengths").tensors(torch.float32)
+    with pytest.raises(ValueError, match="whole rows"), torch.no_grad():
+        attention(q, k, v, TEXTS[1], causal=True, lengths=[63, 20], backend="band")
+    assert dispatch.BAND.forward_with_entropy(build(TEXTS[1], make_setting(""), True)) is None
+
+
+def test_ranges_of_queries_are_those_that_see_a_block_of_keys():
+    make = torch.Generator().manual_seed(0)
+    low = torch.randint(0, 90, (2, 70), generator=make, dtype=torch.int32).sort(1).values
+    high = low + torch.randint(0, 30, (2, 70), generator=make, dtype=torch.int32)
+    ranges = find_query_ranges((low, high), 100, 16, 8)
+    for row in range(2):
+        for block in range(13):
+            seeing = [
+                n // 16 for n in range(70) if low[row, n] < high[row, n]
+                if max(low[row, n], block * 8) < min(high[row, n], block * 8 + 8)
+            ]  # fmt: skip
+            first, last = ranges[row, block].tolist()
+            assert set(seeing) <= set(range(first, last))
+    empty = find_query_ranges((low, low), 100, 16, 8)
+    assert (empty[..., 0] == empty[..., 1]).all()
+
+
+def test_unknown_switches_are_refused():
+    assert switches.parse_switches("all") == set(switches.SWITCHES)
+    assert switches.parse_switches("band-rows, band-entropy") == {BAND_ROWS, BAND_ENTROPY}
+    with pytest.raises(ValueError, match=r"ISENTROPE_KERNELS: expected some of .*, got 'band-raws'"):
+        switches.parse_switches("band-raws")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+@pytest.mark.parametrize(("text", "rows", "causal"), [*CASES, *BOTH_DIRECTIONS], ids=str)
+def test_intervals(text, rows, causal, d, every_switch):
+    setting = make_setting(rows, d, d, scale=7)
+    if not rows and dispatch.BAND.refusal(build(text, make_setting(rows, d, d), causal)) is not None:
+        pytest.skip("whole rows in triangles are PyTorch's")
+    compare(text, setting, causal, torch.bfloat16, "cuda", gradients=False)
+    compare(text, setting, causal, torch.bfloat16, "cuda", gradients=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", TEXTS[1:7])
+def test_loads_by_pointers(text, monkeypatch):
+    from isentrope.backends.band import kernel
+
+    monkeypatch.setattr(switches, "_on", frozenset((*ALL, BAND_POINTERS)))
+    monkeypatch.setattr(kernel, "has_copy_engine", lambda device: False)
+    for d in (32, 64, 128, 256):
+        for rows in ("lengths", "documents"):
+            compare(text, make_setting(rows, d, d, scale=7), True, torch.bfloat16, "cuda", gradients=False)
