@@ -30,6 +30,7 @@ LEVELS = (
     ("block_selection",),
     ("dispatch",),
     ("functional",),
+    ("parallel",),
     ("hf", "models"),
     ("data",),
     ("training",),

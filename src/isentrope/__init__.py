@@ -3,6 +3,7 @@
 attention, Recipe, LayerRecipes, Aux           one function for every method
 extend, extended, restore, describe            transformers models under a recipe
 load, export, StreamingCache, PoSECollator     saved, generating and training ones
+ContextParallel, Ulysses                       sequences that several processes share
 evaluate, calibrate, inspect                   what the commands of these names do
 clear_caches                                   free the memory that calls share
 positions, temperatures, masks, scores, theory the methods, whose classes are here too: `ReRoPE`, `InfoScale` …
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from isentrope.hf.loading import load
     from isentrope.hf.streaming_cache import StreamingCache
     from isentrope.masks import Causal, Document, Full, Lambda, Padding, Sink, Window
+    from isentrope.parallel import ContextParallel, Ulysses
     from isentrope.positions import (
         CLEX,
         DPE,
@@ -74,7 +76,7 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [  # noqa: RUF022  # by topic, as above
     "attention", "Recipe", "LayerRecipes", "Aux", "extend", "extended", "restore", "describe", "load", "export",
-    "StreamingCache", "PoSECollator", "evaluate", "calibrate", "inspect", "clear_caches",
+    "StreamingCache", "PoSECollator", "ContextParallel", "Ulysses", "evaluate", "calibrate", "inspect", "clear_caches",
     "positions", "temperatures", "masks", "scores", "theory",
     "RoPE", "PI", "NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend", "JetLong", "LaMPE", "DualChunk", "STRING",
     "ALiBi", "CLEX", "PoSE",
@@ -103,6 +105,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "masks": ("Full", "Causal", "Window", "Sink", "Lambda", "Padding", "Document"),
     "scores": ("Dot", "Cosine"),
     "hf": ("extend", "extended", "restore", "describe", "load", "export", "StreamingCache"),
+    "parallel": ("ContextParallel", "Ulysses"),
     "data.collate": ("PoSECollator",),
     "evaluation.evaluate": ("evaluate",),
     "calibration.calibrate": ("calibrate",),

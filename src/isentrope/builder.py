@@ -278,7 +278,7 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
 
 def _takes_table(law: Any, layout: Layout, sizes: _Sizes) -> bool:
     """Return whether a law of one query a row is read from a table of its values at every n."""
-    if layout.queries != 1 or not layout.implicit or torch.compiler.is_compiling():
+    if layout.queries != 1 or not layout.implicit or torch.compiler.is_compiling() or not layout.complete_rows:
         return False
     if not isinstance(law, (Temperature, Share)) or law.learns or not getattr(law, "clamp", True):
         return False  # an unclamped law may be undefined at lengths that do not occur

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isentrope import dispatch
-from isentrope.attention import attention
+from isentrope.functional import attention
 from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isentrope import dispatch
-from isentrope.attention import attention
+from isentrope.functional import attention
 from isentrope.backends import sdpa
 from isentrope.builder import Inputs, build_call
 from isentrope.core import position_columns

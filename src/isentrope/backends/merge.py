@@ -192,13 +192,13 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         d_offset = None
         if offset is not None and ctx.needs_input_grad[3 + 3 * index + 2]:
             part = ctx.backend.forward_branch(branch)
-            d_offset = _compute_offset_gradient(part, grads[0], out, shifted).sum_to_size(offset.shape).to(offset.dtype)
+            d_offset = compute_offset_gradient(part, grads[0], out, shifted).sum_to_size(offset.shape).to(offset.dtype)
         d_operands += [dq, dk, d_offset]
         dv_total = dv if dv_total is None else dv_total + dv
     return None, None, dv_total, *d_operands
 
 
-def _compute_offset_gradient(part: PartialOutput, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def compute_offset_gradient(part: PartialOutput, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """Return dc = e^{L_b - L} (do·o_b - do·o) of each query, given L less the offset."""
     length = lse.shape[2]
     branch_out, branch_lse = pad_rows(part.out, part.first, length), pad_rows(part.lse, part.first, length, -torch.inf)

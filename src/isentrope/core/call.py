@@ -208,7 +208,7 @@ class FoldedBranch:
     @property
     def visible_counts(self) -> Tensor:
         """How many keys each query sees in this branch: (batch or 1, 1, queries)."""
-        return self.layout.count_keys("visible", self.region)[:, None]
+        return self.layout.count_slots(self.region)[:, None]
 
     def mask(self, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         visible = self.layout.visible(self.region, rows, columns)

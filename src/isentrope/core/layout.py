@@ -64,7 +64,10 @@ class Layout:
         framed: whether the caller gave `frames`.
         implicit: whether positions are the default ones.
         padded_queries_matter: whether outputs of padded queries are read; otherwise a backend may leave them zero.
+        complete_rows: whether the keys are all keys of their rows.
     """
+
+    complete_rows = True
 
     def __init__(
         self,
@@ -205,8 +208,9 @@ class Layout:
         low, high = low[..., None], high[..., None]
         return ((slots >= low) & (slots < high)).any(2)[:, None]
 
-    def _bounds(self, region: Region) -> tuple[Tensor, Tensor]:
-        pairs = [self._interval(span) for span in region.spans] or [(self.frame_low, self.frame_low)]
+    def _bounds(self, region: Region, frame: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        clip = (self.frame_low, self.frame_high) if frame is None else frame
+        pairs = [self._interval(span, clip) for span in region.spans] or [(clip[0], clip[0])]
         pairs = [torch.broadcast_tensors(*pair) for pair in pairs]
         lows, highs = zip(*pairs, strict=True)
         rows = max(low.shape[0] for low in lows)
@@ -214,13 +218,12 @@ class Layout:
         high = torch.stack([x.expand(rows, -1) for x in highs], -1)
         return low, torch.maximum(low, high)
 
-    def _interval(self, span: Span) -> tuple[Tensor, Tensor]:
+    def _interval(self, span: Span, clip: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         low = self._slot(span.start, span.low, self._chunk_edge(span.chunk, span.chunk_low), latest=True)
         high = self._slot(span.stop, span.high, self._chunk_edge(span.chunk, span.chunk_high), latest=False)
-        clip = (self.frame_low, self.frame_high)
         return (
-            self.frame_low if low is None else torch.minimum(torch.maximum(low, clip[0]), clip[1]),
-            self.frame_high if high is None else torch.minimum(torch.maximum(high, clip[0]), clip[1]),
+            clip[0] if low is None else torch.minimum(torch.maximum(low, clip[0]), clip[1]),
+            clip[1] if high is None else torch.minimum(torch.maximum(high, clip[0]), clip[1]),
         )
 
     def _chunk_edge(self, size: int, difference: float) -> Tensor | None:
@@ -278,9 +281,13 @@ class Layout:
             region: the visible keys.
         """
         if kind == "visible":
-            low, high = self.bounds(region)
-            return self.cached(("count", region), lambda: (high - low).sum(-1))
+            return self.count_slots(region)
         return self.query + 1 if kind == "position" else self.frame_high - self.origin
+
+    def count_slots(self, region: Region) -> Tensor:
+        """Return how many of the keys that are here each query sees, (batch or 1, queries)."""
+        low, high = self.bounds(region)
+        return self.cached(("count", region), lambda: (high - low).sum(-1))
 
     def slots_of_one_query(self, regions: tuple[Region, ...]) -> Tensor:
         """Return the slots that the one query of each row sees, [low, high) twice for each region, as int32.

@@ -21,7 +21,7 @@ from isentrope.hf.auto import choose_for_layers
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
-from isentrope.hf.layer import Layer
+from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import (
     LayerPlan,
     check_supported,
@@ -37,6 +37,7 @@ from isentrope.hf.paged import begin_step
 from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
+from isentrope.parallel.context import SequenceParallel
 from isentrope.recipe import Recipe
 from isentrope.recipe.auto import is_auto, read_auto_length
 from isentrope.utils.messages import truncate
@@ -73,6 +74,7 @@ def extend(
     length: int | str | None = None,
     allow_untrained: bool = False,
     backend: str = "auto",
+    parallel: SequenceParallel | None = None,
 ) -> Model:
     """Let a model attend under a recipe, in place. Parts that the recipe does not name stay as the model has them.
 
@@ -86,6 +88,7 @@ def extend(
         length: with "auto", the tokens that the model is to read: a number, or such as "4x" times its training length.
         allow_untrained: accept parts that a model must be trained with (cosine scores, ALiBi, NoPE, SSMax).
         backend: one of `isentrope.attention`'s for all calls, those of a prompt and those of one token.
+        parallel: `ContextParallel` or `Ulysses`, by which processes share the sequences that its `shard` was given.
 
     Returns:
         The same model.
@@ -110,7 +113,16 @@ def extend(
         raise ValueError(
             f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
         )
-    return extend_checked(model, inner, recipe, backend, allow_untrained, length)
+    extend_checked(model, inner, recipe, backend, allow_untrained, length)
+    if parallel is not None:
+        set_parallel(model, parallel)
+    return model
+
+
+def set_parallel(model: nn.Module, parallel: SequenceParallel) -> None:
+    """Let processes share the sequences that an extended model reads."""
+    for info in get_extension(model).layers:
+        get_layer(info.module).parallel = parallel
 
 
 def extend_checked(

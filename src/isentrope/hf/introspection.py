@@ -31,7 +31,8 @@ from isentrope.hf.rope import (
     find_ropes,
     list_arguments,
 )
-from isentrope.hf.sharding import LocalHeads, check_unsharded, find_local_heads
+from isentrope.hf.sharding import check_unsharded, find_local_heads
+from isentrope.parallel.heads import LocalHeads
 
 RECORDING = "isentrope_probe"  # the attention implementation that records
 POSITIONS = (0, 1, 5, 11, 23, 47)  # short enough for any model

@@ -22,6 +22,9 @@ from isentrope.hf.mask import make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
+from isentrope.parallel.context import SequenceParallel
+from isentrope.parallel.key_parts import Options
+from isentrope.parallel.rows import is_shard_mask
 from isentrope.recipe import Recipe
 
 SINK_LOGITS_GRADIENT_ERROR = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
@@ -71,7 +74,10 @@ class Layer(nn.Module):
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
         causal: whether no query sees ahead.
         eager_attention: the model's own attention function, where it has no SDPA.
+        parallel: the processes that share a sequence.
     """
+
+    parallel: SequenceParallel | None = None
 
     def __init__(
         self,
@@ -108,6 +114,8 @@ class Layer(nn.Module):
 
     def forward(self, call: LayerCall) -> Tensor:
         query, key, sink_logits = call.query, call.key, call.sink_logits
+        if self.parallel is not None and call.mask is not None and is_shard_mask(call.mask):
+            return self._run_parallel(self.parallel, call)
         if is_context_parallel(query):
             self._check_context_parallel(sink_logits)
         layout = self.get_layout(call)
@@ -121,19 +129,30 @@ class Layer(nn.Module):
     def attend(self, call: LayerCall, layout: Layout) -> Tensor:
         """Attend under the recipe, whether or not it is idle."""
         query, key, value, sink_logits = call.query, call.key, call.value, call.sink_logits
-        if call.dropout:
-            raise ValueError(
-                f"attention dropout: expected 0 where a recipe changes attention, got {call.dropout}; "
-                "load the model with attention_dropout=0"
-            )
-        if (dtype := _autocast_dtype(query.device.type)) is not None:  # as SDPA does
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        _check_dropout(call)
+        query, key, value = _autocast(query, key, value)
         recipe, options = self.get_attention_arguments(layout, call.scaling)
         options["backend"] = self.backend
         if sink_logits is None:
             out = attention(query, key, value, recipe, **options)
         else:
             out = attend_with_sink_logits(query, key, value, recipe, sink_logits, options)
+        return out.transpose(1, 2).contiguous()
+
+    def _run_parallel(self, parallel: SequenceParallel, call: LayerCall) -> Tensor:
+        """Attend with the queries of this process to the keys of all."""
+        assert call.mask is not None
+        _check_dropout(call)
+        recipe, options = self.get_attention_arguments(None, call.scaling)
+        how = Options(
+            recipe, self.causal, self.native_mask, options["scale"], self.backend, jumping=self.rope is not None
+        )
+        qkv = _autocast(call.query, call.key, call.value)
+        if call.sink_logits is not None:
+            _check_sink_gradients((*qkv, call.sink_logits))
+        out, lse = parallel.attend(qkv, call.mask, how, need_lse=call.sink_logits is not None)
+        if call.sink_logits is not None and lse is not None:
+            out = _apply_sink_logits(out, lse, call.sink_logits)
         return out.transpose(1, 2).contiguous()
 
     def _check_context_parallel(self, sink_logits: Tensor | None) -> None:
@@ -162,7 +181,7 @@ class Layer(nn.Module):
         fits = position_ids.dim() == 2 and position_ids.shape[1] == layout.queries
         return _apply_position_ids(layout, position_ids, self.evicts) if fits else layout
 
-    def get_attention_arguments(self, layout: Layout, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
+    def get_attention_arguments(self, layout: Layout | None, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
         """Return the recipe and the options with which this layer calls `attention`."""
         scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
         if scale is not None and self.rope is not None:
@@ -220,6 +239,20 @@ class Layer(nn.Module):
         return self.eager_attention(call.module, query, key, call.value, mask, **options)[0]
 
 
+def _check_dropout(call: LayerCall) -> None:
+    if call.dropout:
+        raise ValueError(
+            f"attention dropout: expected 0 where a recipe changes attention, got {call.dropout}; "
+            "load the model with attention_dropout=0"
+        )
+
+
+def _autocast(*tensors: Tensor) -> Any:
+    """Return tensors in the dtype of autocast, as SDPA takes them."""
+    dtype = _autocast_dtype(tensors[0].device.type)
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
+
+
 def _autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of autocast on a device, None where it is off."""
     if device not in ("cpu", "cuda", "mps", "xpu") or not torch.is_autocast_enabled(device):
@@ -268,12 +301,21 @@ def attend_with_sink_logits(
     query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, sink_logits: Tensor, options: dict[str, Any]
 ) -> Tensor:
     """Attend with one more logit in each head's softmax, which takes weight and has no value (GPT-OSS)."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sink_logits)):
-        raise ValueError(SINK_LOGITS_GRADIENT_ERROR)
+    _check_sink_gradients((query, key, value, sink_logits))
     out, aux = attention(query, key, value, recipe, return_lse=True, **options)
+    return _apply_sink_logits(out, aux.lse, sink_logits)
+
+
+def _check_sink_gradients(tensors: tuple[Tensor, ...]) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(SINK_LOGITS_GRADIENT_ERROR)
+
+
+def _apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
+    """Return the output of a softmax with one more logit in each head, which has no value."""
     if out.requires_grad:  # from what the recipe learns: the log-sum-exp has no gradient
         raise ValueError(SINK_LOGITS_GRADIENT_ERROR)
-    kept = torch.sigmoid(aux.lse - sink_logits.to(aux.lse.dtype)[:, None])
+    kept = torch.sigmoid(lse - sink_logits.to(lse.dtype)[:, None])
     return out * kept[..., None].to(out.dtype)
 
 

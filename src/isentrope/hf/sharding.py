@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,23 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from isentrope.positions import Branch, Lengths, Position
-from isentrope.share import Share
-from isentrope.temperatures import Temperature
+from isentrope.parallel.heads import LocalHeads, has_heads
 
 CONTEXT_PARALLEL_ERROR = (
     "context parallel: each process holds a part of the text, where {what} is not supported yet; leave it out, or run "
     "without context_parallel"
 )
-
-
-@dataclass(frozen=True)
-class LocalHeads:
-    """The attention heads of a layer that are in this process: `count` of `total`, from `first` on."""
-
-    first: int
-    count: int
-    total: int
 
 
 def find_local_heads(model: PreTrainedModel, module: nn.Module, count: int) -> LocalHeads:
@@ -51,70 +39,14 @@ def _find_tensor_parallel_group(model: PreTrainedModel, module: nn.Module) -> tu
     return 1, 0
 
 
-@dataclass(frozen=True)
-class HeadwiseTemperature(Temperature):
-    """A law with one temperature for each head of a layer, for the heads that are in this process."""
-
-    law: Any = None
-    heads: LocalHeads = LocalHeads(0, 1, 1)
-
-    def idle(self, length: int) -> bool:
-        return bool(self.law.idle(length))
-
-    def scale(self, n: Tensor, head_dim: int) -> Tensor:
-        return self.law.scale(n, head_dim)[..., self.heads.first : self.heads.first + self.heads.count, :]
-
-
-@dataclass(frozen=True)
-class HeadwisePosition(Position):
-    """A method without rotation whose bias differs from head to head, for the heads that are in this process."""
-
-    method: Position
-    heads: LocalHeads
-
-    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
-        local = slice(self.heads.first, self.heads.first + self.heads.count)
-        branches = self.method.branches(query, key, self.heads.total, lengths)
-        return tuple(b if b.slopes is None else replace(b, slopes=b.slopes[local]) for b in branches)
-
-
-def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
-    """Return a law for the heads that are in this process; raise ValueError where it learns one value for each."""
-    if heads.count == heads.total or not hasattr(law, "scale"):  # of the others no head has values of its own
-        return law
-    if law.scale(torch.full((1, 1, 1), 1 << 20), head_dim).shape[-2] == 1:
-        return law
-    if isinstance(law, nn.Module):
+def check_learned_heads(law: Any, heads: LocalHeads, head_dim: int) -> None:
+    """Raise ValueError where a law learns a value for each head, and not all heads are in this process."""
+    if heads.count < heads.total and isinstance(law, nn.Module) and has_heads(law, head_dim):
         raise ValueError(
             f"tensor parallel: {law} learns a value for each of {heads.total} heads, of which this process holds "
             f"{heads.count}, and the other processes would not receive what it learns; "
             "extend the model without tensor parallelism"
         )
-    count, keys = getattr(law, "count", "visible"), getattr(law, "keys", "all")
-    return HeadwiseTemperature(count=count, keys=keys, law=law, heads=heads)
-
-
-def shard_share(share: Any, heads: LocalHeads) -> Any:
-    """Return a share law for the heads that are in this process."""
-    if heads.count == heads.total or not isinstance(share, Share):
-        return share
-    if not isinstance(share.beta, tuple) or len(share.beta) == 1:
-        return share
-    return replace(share, beta=share.beta[heads.first : heads.first + heads.count])
-
-
-def shard_position(position: Position, heads: LocalHeads) -> Position:
-    """Return a position method for the heads that are in this process; raise ValueError where it cannot be split."""
-    if heads.count == heads.total:
-        return position
-    positions = torch.arange(2)[None]
-    if all(branch.slopes is None for branch in position.branches(positions, positions, heads.total, (2, 2))):
-        return position
-    if position.rotates:
-        raise ValueError(
-            f"tensor parallel: {position} has a bias for each head and rotates, which is not supported there"
-        )
-    return HeadwisePosition(position, heads)
 
 
 def check_unsharded(model: nn.Module, kind: str) -> None:

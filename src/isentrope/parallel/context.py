@@ -1,0 +1,208 @@
+"""Context parallelism: a sequence spread over processes, whose attention is that of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isentrope.core.compile import values_are_readable
+from isentrope.parallel.exchanges import QKV, Output, find_ring_refusal, gather_and_attend, ring_and_attend
+from isentrope.parallel.key_parts import Options
+from isentrope.parallel.processes import Processes
+from isentrope.parallel.rows import ShardedRows, make_mask, make_table, read_rows
+from isentrope.parallel.split import LAYOUTS, Split, fetch
+from isentrope.utils.messages import format_value
+
+EXCHANGES = ("auto", "gather", "ring")
+IGNORED_LABEL = -100  # of transformers' losses
+# Keys and values of a layer, of all processes together, up to which "auto" fetches them at once.
+MAX_GATHERED_BYTES = 1 << 30
+
+
+class SequenceParallel:
+    """What the ways to share a sequence have in common: parts of batches, and the whole from parts.
+
+    Args:
+        group: processes that share a sequence: of `torch.distributed`, or a `DeviceMesh` with one dimension; all of
+            them by default.
+        layout: "zigzag", by which causal attention is the same work for all processes, or "contiguous".
+    """
+
+    def __init__(self, group: Any = None, layout: str = "zigzag") -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {format_value(layout)}")
+        self.processes, self.layout = Processes(group), layout
+        self._rows: Any = WeakTensorKeyDictionary()
+
+    @property
+    def rank(self) -> int:
+        """This process, among those that share a sequence."""
+        return self.processes.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes that share a sequence."""
+        return self.processes.size
+
+    def split(self, length: int) -> Split:
+        """Return which process has which of so many tokens.
+
+        Raises:
+            ValueError: there are fewer tokens than chunks.
+        """
+        chunks = self.size * (2 if self.layout == "zigzag" else 1)
+        if length < chunks:
+            raise ValueError(
+                f"input_ids: expected at least {chunks} tokens, one for each chunk of {self.size} processes, got "
+                f"{length}; pad them, or use fewer processes"
+            )
+        return Split(length, self.size, self.layout == "zigzag")
+
+    def shard(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the model's keyword arguments for the part of a batch that this process has.
+
+        All processes pass the same batch. Padding, packing and positions mean what they mean to the model in one
+        process. The loss of the returned arguments is this process's share of the mean over all labels: the sum over
+        processes is the loss of one process (`sum`), and the sum of gradients its gradient (`sum_gradients`).
+
+        Args:
+            input_ids: tokens, (batch, length).
+            labels: of tokens, (batch, length), as for one process: the model shifts them by one.
+            attention_mask: 1 for tokens and 0 for padding, (batch, length).
+            position_ids: (batch, length) or (1, length).
+            inputs_embeds: in place of input_ids, (batch, length, size).
+
+        Returns:
+            The arguments: tokens and `position_ids` of this process, an `attention_mask` that tells attention which
+            they are, and with labels `labels`, `shift_labels` and `num_items_in_batch`.
+
+        Raises:
+            ValueError: an argument has another shape, or there are too few tokens.
+        """
+        name, tokens = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if tokens is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("input_ids: expected tokens or inputs_embeds, and not both")
+        batch, length = tokens.shape[:2]
+        for other, x in (("labels", labels), ("attention_mask", attention_mask), ("position_ids", position_ids)):
+            if x is not None and (x.dim() != 2 or x.shape[1] != length or x.shape[0] not in (1, batch)):
+                raise ValueError(f"{other}: expected shape ({batch}, {length}) like {name}, got {tuple(x.shape)}")
+        split = self.split(length)
+        table = make_table(batch, length, attention_mask, position_ids)
+        positions = torch.arange(length, device=tokens.device)[None] if position_ids is None else position_ids
+        arguments = {
+            name: self._take(tokens, split),
+            "position_ids": self._take(positions.expand(batch, -1), split),
+            "attention_mask": make_mask(table, split, self.rank, batch, tokens.device),
+        }
+        if labels is not None:
+            shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+            arguments["labels"], arguments["shift_labels"] = self._take(labels, split), self._take(shifted, split)
+            arguments["num_items_in_batch"] = (shifted != IGNORED_LABEL).sum()
+        return arguments
+
+    def _take(self, x: Tensor, split: Split) -> Tensor:
+        return torch.cat([x[:, part.start : part.stop] for part in split.chunks(self.rank)], 1)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole of what every process has a part of, in the order of tokens; gradients are summed.
+
+        Args:
+            x: this process's part, such as logits (batch, tokens, vocabulary).
+            dim: along which tokens lie.
+        """
+        tokens = torch.tensor([x.shape[dim]], dtype=torch.int64, device=x.device)
+        split = self.split(int(self.processes.sum(tokens)))
+        if split.count(self.rank) != x.shape[dim]:
+            raise ValueError(
+                f"gather: expected {split.count(self.rank)} of {split.length} tokens along dimension {dim}, got "
+                f"{x.shape[dim]}; pass what the model returned for the arguments of shard()"
+            )
+        return fetch(x, ((range(split.length),),) * self.size, split, self.processes, dim)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over processes, without gradients: of losses, the loss of the whole batch."""
+        return self.processes.sum(x)
+
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Replace the gradients of a model by their sums over processes: those of one process with the whole batch.
+
+        DDP and FSDP average gradients over their processes themselves: there, multiply the loss by `size` instead.
+        """
+        for weight in model.parameters():
+            if weight.requires_grad:
+                grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                weight.grad = self.processes.sum(grad)
+
+    def read(self, mask: Tensor, key: Tensor) -> ShardedRows:
+        """Return the rows that a mask of `shard` belongs to.
+
+        Raises:
+            ValueError: keys come from a cache, or a graph is being compiled.
+        """
+        if not values_are_readable(mask):
+            raise ValueError("context parallel: not supported in a compiled graph; call the model uncompiled")
+        if key.shape[2] != mask.shape[2]:
+            raise ValueError(
+                f"context parallel: expected {mask.shape[2]} keys, those of the tokens of this process, got "
+                f"{key.shape[2]}; begin with an empty cache"
+            )
+        rows = self._rows.get(mask)
+        if rows is None:
+            rows = self._rows[mask] = read_rows(mask, self.processes, self.layout == "zigzag")
+        return rows
+
+    def attend(self, qkv: QKV, mask: Tensor, options: Options, need_lse: bool = False) -> Output:
+        """Return the output of this process's queries, and their log-sum-exp if it is needed."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        return self  # a copy of a model runs in the same processes
+
+
+class ContextParallel(SequenceParallel):
+    """A sequence spread over processes, each of which attends with its queries to the keys of all.
+
+    Args:
+        group: as for `SequenceParallel`.
+        layout: as for `SequenceParallel`.
+        exchange: "gather": fetch all keys that are seen, and no others, at once; of a window those of neighbours.
+            "ring": the keys of one process after another, the next on their way meanwhile: memory is linear in the
+            tokens of a process. "auto": gather where keys and values of a layer take at most 1 GiB, else ring where
+            the recipe allows it.
+
+    Raises:
+        ValueError: `torch.distributed` was not initialised, or an option is not one of these.
+    """
+
+    def __init__(self, group: Any = None, layout: str = "zigzag", exchange: str = "auto") -> None:
+        super().__init__(group, layout)
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {format_value(exchange)}")
+        self.exchange = exchange
+
+    def attend(self, qkv: QKV, mask: Tensor, options: Options, need_lse: bool = False) -> Output:
+        rows = self.read(mask, qkv[1])
+        run = ring_and_attend if self._takes_ring(qkv, options, rows) else gather_and_attend
+        return run(qkv, options, rows, self.processes, need_lse)
+
+    def _takes_ring(self, qkv: QKV, options: Options, rows: ShardedRows) -> bool:
+        if self.exchange == "gather":
+            return False
+        refusal = find_ring_refusal(options, rows)
+        if self.exchange == "ring":
+            if refusal is not None:
+                raise ValueError(f"exchange: 'ring' is not possible, since {refusal}; use 'gather' or 'auto'")
+            return True
+        size = sum(x[:, :, 0].numel() * x.element_size() for x in qkv[1:]) * rows.split.length
+        return refusal is None and size > MAX_GATHERED_BYTES

@@ -1,0 +1,131 @@
+"""The part of a batch that a process has, as an attention mask that passes through any model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isentrope.core.caching import LRUCache
+from isentrope.core.layout import Layout, find_runs, find_token_span, get_layout
+from isentrope.core.partial_layout import PartialLayout, RowTable
+from isentrope.parallel.processes import Processes
+from isentrope.parallel.split import Ranges, Split, fetch
+
+COLUMNS = 6  # origin, end, slot, position, length of the whole, flags
+FRAMED, JUMPING = 1, 2  # flags: rows are padded or packed; positions do not count from the beginning of a frame
+MAX_SLOT = (1 << 31) - 1
+MAX_PASS_LAYOUTS = 16  # of one forward pass: two chunks, as many kinds of layers, and parts of a ring
+
+
+def make_table(batch: int, length: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> RowTable:
+    """Return the frames and positions of whole rows, as transformers and `extend` read them in one process.
+
+    Padding is what the mask hides. Without a mask, rows are packed where positions do not go up by one. Positions that
+    only begin elsewhere make no difference.
+    """
+    frames = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        first, last = find_token_span(attention_mask)
+        frames = (first.expand(batch, length), (last + 1).expand(batch, length))
+    if position_ids is None:
+        return RowTable(length, frames)
+    if attention_mask is None:
+        jumps = F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(1)
+        if bool(jumps.any()):
+            low, high = find_runs(jumps)
+            return RowTable(length, (low.expand(batch, length), high.expand(batch, length)))
+    slots = torch.arange(length, device=position_ids.device)[None]
+    low, high = frames if frames is not None else (torch.zeros_like(slots), torch.full_like(slots, length))
+    inside = (slots >= low) & (slots < high)
+    steady = (position_ids - slots).diff(dim=1) == 0
+    counted = bool((steady | ~(inside[:, 1:] & inside[:, :-1])).all())
+    return RowTable(length, frames, None if counted else position_ids.expand(batch, length))
+
+
+def make_mask(table: RowTable, split: Split, rank: int, batch: int, device: torch.device) -> Tensor:
+    """Return what attention needs to know of this process's tokens, (batch, 1, tokens, `COLUMNS`) in int32."""
+    slots = torch.arange(table.length, device=device)[None].expand(batch, -1)
+    low, high = table.frames or (torch.zeros_like(slots), torch.full_like(slots, table.length))
+    flags = FRAMED * (table.frames is not None) + JUMPING * (table.positions is not None)
+    positions = slots if table.positions is None else table.positions
+    columns = [low, high, slots, positions, *(torch.full_like(slots, x) for x in (table.length, flags))]
+    mask = torch.stack([x.to(device) for x in columns], -1).to(torch.int32)
+    return torch.cat([mask[:, r.start : r.stop] for r in split.chunks(rank)], 1)[:, None]
+
+
+def is_shard_mask(mask: object) -> bool:
+    """Return whether a mask comes from `make_mask`."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return False
+    return mask.dtype == torch.int32 and mask.shape[1] == 1 and mask.shape[-1] == COLUMNS
+
+
+class ShardedRows(NamedTuple):
+    """The rows of one forward pass, of which this process has a part."""
+
+    split: Split
+    rank: int
+    batch: int
+    table: RowTable
+    layouts: LRUCache[tuple[object, ...], Layout]
+
+    def chunks(self, rank: int | None = None) -> Ranges:
+        """Return the slots of a process, by default this one."""
+        return self.split.chunks(self.rank if rank is None else rank)
+
+    def count_from(self, jumping: bool) -> RowTable:
+        """Return the rows, without positions of their own unless a layer takes those."""
+        return self.table if jumping else replace(self.table, positions=None)
+
+    def get_partial(self, queries: range, keys: range, jumping: bool, complete: bool, device: torch.device) -> Layout:
+        """Return the layout of some queries and keys; layers of a forward pass share it."""
+        table = self.count_from(jumping)
+
+        def make() -> Layout:
+            return PartialLayout(self.batch, queries, keys, table, complete, device)
+
+        return self.layouts.get((queries, keys, table.positions is None, complete, device), make)
+
+    def get_whole(self, jumping: bool, device: torch.device) -> Layout:
+        """Return the layout of whole rows, as one process has it."""
+        table, length = self.count_from(jumping), self.split.length
+
+        def make() -> Layout:
+            if table.frames is None and table.positions is None:
+                return get_layout(self.batch, length, length, device)
+            frames = None
+            if table.frames is not None:
+                slots = torch.arange(length, device=device)[None].expand(self.batch, -1)
+                frames = (table.frames[0].to(device), table.frames[1].to(device), slots)
+            positions = None if table.positions is None else table.positions.to(device)
+            return Layout(self.batch, length, length, device, frames=frames, position_ids=positions)
+
+        return self.layouts.get(("whole", table.positions is None, device), make)
+
+
+def read_rows(mask: Tensor, processes: Processes, zigzag: bool) -> ShardedRows:
+    """Read a mask of `make_mask`; padded or packed rows are completed from the other processes.
+
+    Raises:
+        ValueError: the mask is that of another number of processes or another layout.
+    """
+    length, flags = (int(x) for x in mask[0, 0, 0, 4:])
+    split = Split(length, processes.size, zigzag)
+    tokens = torch.cat([torch.arange(r.start, r.stop) for r in split.chunks(processes.rank)])
+    if not torch.equal(mask[0, 0, :, 2].cpu().to(torch.int64), tokens):
+        raise ValueError(
+            "attention_mask: expected the tokens of this process, got others; pass what shard() of the same object gave"
+        )
+    frames = positions = None
+    if flags:
+        everything = ((range(length),),) * processes.size
+        with torch.inference_mode(False):  # or a later backward could not save it
+            whole = fetch(mask[:, 0].clone(), everything, split, processes, dim=1).to(torch.int64)
+        frames = (whole[..., 0], whole[..., 1]) if flags & FRAMED else None
+        positions = whole[..., 3] if flags & JUMPING else None
+    layouts = LRUCache[tuple[object, ...], Layout](MAX_PASS_LAYOUTS)
+    return ShardedRows(split, processes.rank, mask.shape[0], RowTable(length, frames, positions), layouts)
