@@ -2,39 +2,62 @@
 
 from __future__ import annotations
 
+from multiprocessing import get_context
+
 import pytest
 
 from tests.parallel.cases import list_matrix, list_ulysses
+from tests.parallel.engines import CHECKS, run_checks
 from tests.parallel.models import list_models, run_models
-from tests.parallel.workers import context_parallel, run_cases, spawn, ulysses
+from tests.parallel.workers import context_parallel, run_cases, run_death, run_mixture, spawn, ulysses
 
 
-def run_matrix(tmp_path, size, every):
-    cases = list_matrix("gather", every) + list_matrix("ring", every)
-    spawn(run_cases, tmp_path, size, cases, context_parallel)
+def list_both(every):
+    return list_matrix("gather", every) + list_matrix("ring", every)
 
 
-def test_recipes_in_two_processes(tmp_path):
-    run_matrix(tmp_path, 2, 17)
+def test_recipes_and_models_in_two_processes(tmp_path):
+    """A part of what the slow tests run, in one start of processes: that takes most of the time."""
+    jobs = (
+        (run_cases, (list_both(37), context_parallel)),
+        (run_cases, (list_ulysses(2, 73), ulysses)),
+        (run_models, (list_models(2, 5),)),
+        (run_checks, (("mask", "torch", "generation"),)),
+    )
+    spawn(run_mixture, tmp_path, 2, jobs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_recipe(size, tmp_path):
-    run_matrix(tmp_path, size, 1)
+    spawn(run_cases, tmp_path, size, list_both(1), context_parallel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ulysses(size, tmp_path):
-    spawn(run_cases, tmp_path, size, list_ulysses(1), ulysses)
-
-
-def test_models_in_two_processes(tmp_path):
-    spawn(run_models, tmp_path, 2, list_models(3))
+def test_every_recipe_with_heads_for_tokens(size, tmp_path):
+    spawn(run_cases, tmp_path, size, list_ulysses(size), ulysses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_model(size, tmp_path):
-    spawn(run_models, tmp_path, size, list_models(1))
+    spawn(run_models, tmp_path, size, list_models(size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_engines(name, tmp_path):
+    spawn(run_checks, tmp_path, 2, (name,))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    context = get_context("spawn")
+    processes = [context.Process(target=run_death, args=(rank, str(tmp_path), 2)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [1, 9]
+    assert "process 0 of 2 lost the connection to another" in (tmp_path / "message").read_text()

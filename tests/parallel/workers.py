@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -88,7 +90,7 @@ def compare(case, make_parallel):
     slots = part[0, 0, :, 2].long()
     own = [x.detach()[:, :, slots].requires_grad_() for x in qkv]
     options = Options(recipe, case.causal, None, None, "auto", jumping=True)
-    out, _ = parallel.attend(tuple(own), part, options)
+    out, _ = parallel.attend(tuple(own), parallel.read(part, own[1]), options)
     grads = torch.autograd.grad((out * weight[:, :, slots]).sum(), (*own, *learned), allow_unused=True)
     actual = [parallel.gather(out.detach() * real[:, None, slots, None], 2)]
     actual += [parallel.gather(x, 2) for x in grads[:3]]
@@ -105,9 +107,17 @@ def ulysses(case):
     return ise.Ulysses(layout=case.layout)
 
 
-def run_cases(rank, folder, size, cases, make_parallel):
+def start(rank, folder, size):
+    """Join the other processes, unless that is done."""
+    if dist.is_initialized():
+        return
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+
+
+def run_cases(rank, folder, size, cases, make_parallel):
+    start(rank, folder, size)
     failures = []
     for case in cases:
         try:
@@ -117,8 +127,26 @@ def run_cases(rank, folder, size, cases, make_parallel):
             break  # the others may wait for this process
         if not error < TOLERANCE:
             failures.append(f"{case}: {error:.2e}")
-    dist.destroy_process_group()
     assert not failures, "\n".join([f"{len(failures)} of {len(cases)}", *failures[:20]])
+
+
+def run_mixture(rank, folder, size, jobs):
+    for worker, arguments in jobs:
+        worker(rank, folder, size, *arguments)
+
+
+def run_death(rank, folder, size):
+    """The last process ends in the middle; the others write down what they raise."""
+    start(rank, folder, size)
+    case, parallel = Case("rerope:window=8"), ise.ContextParallel()
+    compare(case, context_parallel)
+    if rank == size - 1:
+        os._exit(9)
+    try:
+        parallel.gather(torch.zeros(1, 8))
+    except RuntimeError as error:
+        Path(folder, "message").write_text(str(error))
+        raise
 
 
 def spawn(worker, tmp_path, size, *arguments):

@@ -38,6 +38,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
 from isentrope.hf.saved_models import make_config_class
 from isentrope.parallel.context import SequenceParallel
+from isentrope.parallel.rows import is_shard_mask
 from isentrope.recipe import Recipe
 from isentrope.recipe.auto import is_auto, read_auto_length
 from isentrope.utils.messages import truncate
@@ -121,8 +122,17 @@ def extend(
 
 def set_parallel(model: nn.Module, parallel: SequenceParallel) -> None:
     """Let processes share the sequences that an extended model reads."""
-    for info in get_extension(model).layers:
+    extension = get_extension(model)
+    for info in extension.layers:
         get_layer(info.module).parallel = parallel
+    base = find_model(model).base_model
+    extension.handles.append(base.register_forward_pre_hook(_note_shard, with_kwargs=True))
+
+
+def _note_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook on a model whose sequences processes share: notice a mask that does not arrive."""
+    layer = next(layer for layer in module.modules() if isinstance(layer, Layer))
+    layer.layouts.sharded = is_shard_mask(kwargs.get("attention_mask"))
 
 
 def extend_checked(

@@ -24,7 +24,7 @@ from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.key_parts import Options
-from isentrope.parallel.rows import is_shard_mask
+from isentrope.parallel.rows import ShardedRows, is_shard_mask
 from isentrope.recipe import Recipe
 
 SINK_LOGITS_GRADIENT_ERROR = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
@@ -114,8 +114,8 @@ class Layer(nn.Module):
 
     def forward(self, call: LayerCall) -> Tensor:
         query, key, sink_logits = call.query, call.key, call.sink_logits
-        if self.parallel is not None and call.mask is not None and is_shard_mask(call.mask):
-            return self._run_parallel(self.parallel, call)
+        if self.parallel is not None and (rows := self._find_rows(self.parallel, call)) is not None:
+            return self._run_parallel(self.parallel, call, rows)
         if is_context_parallel(query):
             self._check_context_parallel(sink_logits)
         layout = self.get_layout(call)
@@ -139,9 +139,19 @@ class Layer(nn.Module):
             out = attend_with_sink_logits(query, key, value, recipe, sink_logits, options)
         return out.transpose(1, 2).contiguous()
 
-    def _run_parallel(self, parallel: SequenceParallel, call: LayerCall) -> Tensor:
+    def _find_rows(self, parallel: SequenceParallel, call: LayerCall) -> ShardedRows | None:
+        """Return the rows that other processes have parts of, None where the whole is here."""
+        if call.mask is not None and is_shard_mask(call.mask):
+            return parallel.read(call.mask, call.key)
+        if self.layouts.sharded:
+            raise ValueError(
+                "context parallel: the mask of shard() did not reach attention; accelerate's own context parallelism "
+                "removes masks, use one of the two"
+            )
+        return parallel.read_balanced(call.position_ids, call.key) if is_context_parallel(call.query) else None
+
+    def _run_parallel(self, parallel: SequenceParallel, call: LayerCall, rows: ShardedRows) -> Tensor:
         """Attend with the queries of this process to the keys of all."""
-        assert call.mask is not None
         _check_dropout(call)
         recipe, options = self.get_attention_arguments(None, call.scaling)
         how = Options(
@@ -150,7 +160,7 @@ class Layer(nn.Module):
         qkv = _autocast(call.query, call.key, call.value)
         if call.sink_logits is not None:
             _check_sink_gradients((*qkv, call.sink_logits))
-        out, lse = parallel.attend(qkv, call.mask, how, need_lse=call.sink_logits is not None)
+        out, lse = parallel.attend(qkv, rows, how, need_lse=call.sink_logits is not None)
         if call.sink_logits is not None and lse is not None:
             out = _apply_sink_logits(out, lse, call.sink_logits)
         return out.transpose(1, 2).contiguous()

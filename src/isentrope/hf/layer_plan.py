@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
-from isentrope.hf.sharding import check_learned_heads
+from isentrope.hf.sharding import check_local_heads
 from isentrope.parallel.heads import shard_position, shard_share, shard_temperature
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import LayerRecipes, Recipe
@@ -245,8 +245,7 @@ def _rotate_alike(positions: list[_FittedPosition | None]) -> bool:
 def _localize(recipe: Recipe, layer: LayerInfo) -> Recipe:
     """Return the recipe of a layer for the heads that are in this process, with modules of its own."""
     own = [copy.deepcopy(law) if isinstance(law, nn.Module) else law for law in recipe.temperatures]
-    for law in own:
-        check_learned_heads(law, layer.local_heads, layer.head_dim)
+    check_local_heads(recipe, layer.local_heads, layer.head_dim)
     laws = tuple(shard_temperature(law, layer.local_heads, layer.head_dim) for law in own)
     return replace(recipe, temperature=laws, share=shard_share(recipe.share, layer.local_heads))
 

@@ -29,7 +29,12 @@ class LayoutCache:
     transformers passes every layer of a pass the same mask and position ids. Checking ids costs a copy from the GPU, so
     the first layer of a kind does that and the others reuse its layout. An entry is dropped with its tensors, and all
     of them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
+
+    Attributes:
+        sharded: whether the pass began with a part of a sequence, of which other processes have the rest.
     """
+
+    sharded = False
 
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count

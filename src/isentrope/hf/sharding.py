@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from isentrope.parallel.heads import LocalHeads, has_heads
+from isentrope.recipe import Recipe
 
 CONTEXT_PARALLEL_ERROR = (
     "context parallel: each process holds a part of the text, where {what} is not supported yet; leave it out, or run "
@@ -39,14 +39,22 @@ def _find_tensor_parallel_group(model: PreTrainedModel, module: nn.Module) -> tu
     return 1, 0
 
 
-def check_learned_heads(law: Any, heads: LocalHeads, head_dim: int) -> None:
-    """Raise ValueError where a law learns a value for each head, and not all heads are in this process."""
-    if heads.count < heads.total and isinstance(law, nn.Module) and has_heads(law, head_dim):
+def check_local_heads(recipe: Recipe, heads: LocalHeads, head_dim: int) -> None:
+    """Raise ValueError for parts of a recipe that need all heads of a layer, where a process holds some."""
+    if heads.count == heads.total:
+        return
+    if recipe.retrieve is not None and recipe.retrieve.heads == "all":
         raise ValueError(
-            f"tensor parallel: {law} learns a value for each of {heads.total} heads, of which this process holds "
-            f"{heads.count}, and the other processes would not receive what it learns; "
-            "extend the model without tensor parallelism"
+            f"tensor parallel: {recipe.retrieve} chooses with all {heads.total} heads together, of which this process "
+            f"holds {heads.count}; use heads=each"
         )
+    for law in recipe.temperatures:
+        if isinstance(law, nn.Module) and has_heads(law, head_dim):
+            raise ValueError(
+                f"tensor parallel: {law} learns a value for each of {heads.total} heads, of which this process holds "
+                f"{heads.count}, and the other processes would not receive what it learns; "
+                "extend the model without tensor parallelism"
+            )
 
 
 def check_unsharded(model: nn.Module, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from isentrope.core.compile import values_are_readable
+from isentrope.core.partial_layout import RowTable
 from isentrope.parallel.exchanges import QKV, Output, find_ring_refusal, gather_and_attend, ring_and_attend
 from isentrope.parallel.key_parts import Options
 from isentrope.parallel.processes import Processes
-from isentrope.parallel.rows import ShardedRows, make_mask, make_table, read_rows
+from isentrope.parallel.rows import ShardedRows, make_mask, make_table, new_layouts, read_rows
 from isentrope.parallel.split import LAYOUTS, Split, fetch
 from isentrope.utils.messages import format_value
 
@@ -144,6 +146,53 @@ class SequenceParallel:
                 grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 weight.grad = self.processes.sum(grad)
 
+    @torch.no_grad()
+    def prefill(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, to: int | None = None
+    ) -> Any:
+        """Read a prompt in all processes, and return a cache with which `generate` continues in one, or in each.
+
+        `model.generate(input_ids, attention_mask=…, past_key_values=cache)` then computes the last token of the prompt,
+        which the cache lacks, and goes on without the other processes.
+
+        Args:
+            model: extended with this object.
+            input_ids: the prompt, (batch, length), the same in all processes.
+            attention_mask: 1 for tokens and 0 for padding, (batch, length).
+            to: the rank of the process that generates; by default each gets the whole cache.
+
+        Returns:
+            The cache; None in processes that do not generate.
+        """
+        from transformers import DynamicCache
+
+        # without a config no layer drops the beginning of this process's part
+        own, config = DynamicCache(), model.config.get_text_config(decoder=True)
+        model(**self.shard(input_ids, attention_mask=attention_mask), past_key_values=own, logits_to_keep=1)
+        split, cached = self.split(input_ids.shape[1]), (range(input_ids.shape[1] - 1),)
+        wanted = tuple(cached if to in (None, rank) else () for rank in range(self.size))
+        whole = DynamicCache(config=config)
+        for index, layer in enumerate(own.layers):
+            keys, values = (fetch(x, wanted, split, self.processes) for x in (layer.keys, layer.values))
+            layer.keys = layer.values = None
+            if wanted[self.rank]:
+                whole.update(keys, values, index)
+        return whole if wanted[self.rank] else None
+
+    def collate(self, collator: Callable[[Any], Any]) -> Callable[[Any], dict[str, Tensor]]:
+        """Return a data collator whose batches are this process's part, for a `Trainer` that reads the same rows.
+
+        Args:
+            collator: makes a batch of input_ids, labels and, if it likes, attention_mask and position_ids.
+        """
+
+        def collate_and_shard(rows: Any) -> dict[str, Tensor]:
+            part = self.shard(**collator(rows))
+            part.pop("num_items_in_batch", None)  # a Trainer counts labels itself, over all processes
+            return part
+
+        return collate_and_shard
+
     def read(self, mask: Tensor, key: Tensor) -> ShardedRows:
         """Return the rows that a mask of `shard` belongs to.
 
@@ -162,7 +211,22 @@ class SequenceParallel:
             rows = self._rows[mask] = read_rows(mask, self.processes, self.layout == "zigzag")
         return rows
 
-    def attend(self, qkv: QKV, mask: Tensor, options: Options, need_lse: bool = False) -> Output:
+    def read_balanced(self, position_ids: Tensor | None, key: Tensor) -> ShardedRows:
+        """Return the rows whose tokens torch's `context_parallel` has spread, which takes no masks.
+
+        Raises:
+            ValueError: positions are not those of tokens 0, 1, 2 … as this layout spreads them.
+        """
+        split = self.split(key.shape[2] * self.size)
+        slots = torch.cat([torch.arange(r.start, r.stop) for r in split.chunks(self.rank)])
+        if position_ids is None or not torch.equal(position_ids.cpu(), slots.expand_as(position_ids)):
+            raise ValueError(
+                f"context parallel: expected position_ids 0, 1, 2 … spread over {self.size} processes in the layout "
+                f"{self.layout!r}, got others; leave torch's context_parallel out, and pass what shard() gives"
+            )
+        return ShardedRows(split, self.rank, key.shape[0], RowTable(split.length), new_layouts())
+
+    def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         """Return the output of this process's queries, and their log-sum-exp if it is needed."""
         raise NotImplementedError
 
@@ -191,8 +255,7 @@ class ContextParallel(SequenceParallel):
             raise ValueError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {format_value(exchange)}")
         self.exchange = exchange
 
-    def attend(self, qkv: QKV, mask: Tensor, options: Options, need_lse: bool = False) -> Output:
-        rows = self.read(mask, qkv[1])
+    def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         run = ring_and_attend if self._takes_ring(qkv, options, rows) else gather_and_attend
         return run(qkv, options, rows, self.processes, need_lse)
 

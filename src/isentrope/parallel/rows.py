@@ -127,5 +127,10 @@ def read_rows(mask: Tensor, processes: Processes, zigzag: bool) -> ShardedRows:
             whole = fetch(mask[:, 0].clone(), everything, split, processes, dim=1).to(torch.int64)
         frames = (whole[..., 0], whole[..., 1]) if flags & FRAMED else None
         positions = whole[..., 3] if flags & JUMPING else None
-    layouts = LRUCache[tuple[object, ...], Layout](MAX_PASS_LAYOUTS)
-    return ShardedRows(split, processes.rank, mask.shape[0], RowTable(length, frames, positions), layouts)
+    table = RowTable(length, frames, positions)
+    return ShardedRows(split, processes.rank, mask.shape[0], table, new_layouts())
+
+
+def new_layouts() -> LRUCache[tuple[object, ...], Layout]:
+    """Return an empty cache for the layouts of a forward pass."""
+    return LRUCache(MAX_PASS_LAYOUTS)

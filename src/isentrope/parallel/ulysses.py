@@ -17,6 +17,7 @@ from isentrope.parallel.exchanges import QKV, Output
 from isentrope.parallel.heads import LocalHeads, shard_position, shard_share, shard_temperature
 from isentrope.parallel.key_parts import Options
 from isentrope.parallel.processes import Processes
+from isentrope.parallel.rows import ShardedRows
 from isentrope.parallel.split import Split
 from isentrope.recipe import Recipe
 
@@ -35,10 +36,9 @@ class Ulysses(SequenceParallel):
     def __init__(self, group: Any = None, layout: str = "contiguous") -> None:
         super().__init__(group, layout)
 
-    def attend(self, qkv: QKV, mask: Tensor, options: Options, need_lse: bool = False) -> Output:
+    def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         q, k, v = qkv
         heads, recipe = self._check(q, k, options.recipe), options.recipe.resolve()
-        rows = self.read(mask, k)
         copies = max(1, self.size // k.shape[1])  # a key head that several processes need
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         q, k, v = (_GiveHeads.apply(x, rows.split, self.processes) for x in (q, k, v))
@@ -59,10 +59,11 @@ class Ulysses(SequenceParallel):
                 f"Ulysses: expected query heads and key heads that {size} processes can share evenly, got {heads} and "
                 f"{kv_heads}; use ContextParallel, or another number of processes"
             )
-        if recipe.retrieve is not None and recipe.retrieve.heads == "all":
+        if recipe.retrieve is not None and (recipe.retrieve.heads == "all" or kv_heads < size):
+            # query heads that share a key head choose together
             raise ValueError(
-                f"Ulysses: {recipe.retrieve} chooses with all heads together, of which a process has some; use "
-                "ContextParallel, or heads=each"
+                f"Ulysses: {recipe.retrieve} chooses with heads that would be in several of {size} processes; use "
+                "ContextParallel, or heads=each and as many processes as key heads at most"
             )
         return LocalHeads(self.rank * heads // size, heads // size, heads)
 

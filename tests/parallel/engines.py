@@ -1,0 +1,135 @@
+"""Programs around models that processes share sequences of: FSDP, torch's context parallelism, Trainer, generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+import isentrope as ise
+from tests.fixtures.models import llama, tokens
+from tests.parallel.models import LENGTH, difference, make_batch, run_alone
+from tests.parallel.workers import TOLERANCE, start
+
+TWO_BRANCHES = "rerope:window=8+infoscale:train_length=16,keys=near+share:beta=0.5,reference=8"
+
+
+def check_fsdp(folder):
+    """FSDP averages gradients over processes: the loss is multiplied by their number."""
+    from torch.distributed.fsdp import fully_shard
+
+    batch, parallel = make_batch("left"), ise.ContextParallel()
+    _, loss, gradients = run_alone(ise.extend(llama(), TWO_BRANCHES), batch)
+    model = ise.extend(llama(), TWO_BRANCHES, parallel=parallel)
+    mesh = init_device_mesh("cpu", (parallel.size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    result = model(**parallel.shard(**batch), use_cache=False)
+    (result.loss * parallel.size).backward()
+    assert difference(parallel.sum(result.loss), loss) < TOLERANCE
+    for name, weight in model.named_parameters():
+        assert difference(weight.grad.full_tensor(), gradients[name]) < TOLERANCE, name
+
+
+def check_torch_context_parallel(folder):
+    """The context manager that accelerate and Trainer use."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    ids = tokens(1, 48)
+    positions = torch.arange(48)[None].contiguous()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = ise.ContextParallel(mesh)
+    model = ise.extend(llama(), TWO_BRANCHES, parallel=parallel)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+            actual = model(ids, position_ids=positions, use_cache=False).logits
+            with pytest.raises(ValueError, match="expected position_ids 0, 1, 2 … spread over 2 processes"):
+                model(ids, position_ids=positions + 1, use_cache=False)
+    assert difference(parallel.gather(actual), expected) < TOLERANCE
+
+
+def check_removed_mask(folder):
+    """A mask that a hook removes is noticed, as accelerate's would."""
+
+    def remove(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None}
+
+    parallel = ise.ContextParallel()
+    model = ise.extend(llama(), TWO_BRANCHES, parallel=parallel)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(remove, with_kwargs=True)
+    with pytest.raises(ValueError, match="did not reach attention"):
+        model(**parallel.shard(tokens(1, 48)))
+
+
+def check_generation(folder):
+    """Tokens after a prompt that all processes have read are those of one process."""
+    ids = tokens(2, 41)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    for recipe in (TWO_BRANCHES, "window:size=9", "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4"):
+        for parallel in (ise.ContextParallel(), ise.Ulysses()):
+            model = ise.extend(llama(), recipe, parallel=parallel)
+            options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+            expected = model.generate(ids, **options)
+            cache = parallel.prefill(model, ids, mask)
+            assert cache.get_seq_length() == ids.shape[1] - 1
+            assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected), recipe
+            one = parallel.prefill(model, ids, mask, to=1)
+            assert (one is None) == (parallel.rank != 1)
+
+
+class SameRows(Trainer):
+    """Every process reads the same rows, of which its collator takes a part."""
+
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=self._train_batch_size, collate_fn=self.data_collator
+        )
+
+
+def train(folder, trainer, model, collator):
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(8, LENGTH)]
+    arguments = TrainingArguments(
+        folder, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.01,
+        optim="sgd", lr_scheduler_type="constant", report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        max_grad_norm=0,
+    )  # fmt: skip
+    trainer(model, arguments, train_dataset=rows, data_collator=collator).train()
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def check_trainer(folder):
+    """Two steps, of two batches each, change weights as in one process."""
+    parallel = ise.ContextParallel()
+    model = ise.extend(llama(), TWO_BRANCHES, parallel=parallel)
+    actual = train(f"{folder}/{parallel.rank}", SameRows, model, parallel.collate(default_data_collator))
+    expected = llama()
+    rows = tokens(8, LENGTH)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
+    ise.extend(expected, TWO_BRANCHES)
+    for step in (rows[:4], rows[4:]):
+        optimizer.zero_grad()
+        expected(step, labels=step, use_cache=False).loss.backward()
+        optimizer.step()
+    for name, weight in expected.named_parameters():
+        assert difference(actual[name], weight.detach()) < TOLERANCE, name
+
+
+CHECKS = {
+    "fsdp": check_fsdp,
+    "torch": check_torch_context_parallel,
+    "mask": check_removed_mask,
+    "generation": check_generation,
+    "trainer": check_trainer,
+}
+
+
+def run_checks(rank, folder, size, names):
+    start(rank, folder, size)
+    for name in names:
+        CHECKS[name](folder)
