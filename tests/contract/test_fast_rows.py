@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from isentrope import dispatch
-from isentrope.functional import attention
 from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
 from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
+from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import error, hopper, interprets, recipe_of
 

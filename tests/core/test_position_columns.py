@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from isentrope import dispatch
-from isentrope.functional import attention
 from isentrope.backends import sdpa
 from isentrope.builder import Inputs, build_call
 from isentrope.core import position_columns
 from isentrope.core.position_columns import FIRST_COLUMNS, _make_key_columns, _make_query_columns, takes_columns
 from isentrope.core.switches import ALIBI_COLUMNS, set_switches
+from isentrope.functional import attention
 from isentrope.positions import ALiBi
 from isentrope.recipe import Recipe
 from tests.contract.matrix import Setting
