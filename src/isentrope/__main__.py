@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from isentrope.utils.extras import MissingExtraError, name_missing_extras
@@ -9,6 +10,8 @@ from isentrope.utils.extras import MissingExtraError, name_missing_extras
 
 def main() -> None:
     """Run the command line; exit with status 2 and one line if the extra `cli` is not installed."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries are for terminals, not for logs
     try:
         with name_missing_extras():
             from isentrope.cli import app

@@ -62,13 +62,18 @@ def test_what_it_prints_and_draws(written: tuple[str, Path]) -> None:
     ("options", "expected"),
     [
         (["FOLDER"], "--data TEXT: expected one with a model of your own"),
-        (["FOLDER", "--data", "text.txt"], "--recipe RECIPE: expected one with a model of your own"),
         (["--length", "10"], "length: expected 128 tokens or more, got 10"),
         (["--recipe", "plain"], "recipes: expected one or more, each once"),
     ],
 )
 def test_mistakes(options: list[str], expected: str, tmp_path: Path) -> None:
     assert_one_line(runner.invoke(app, ["demo", *options, "--out", str(tmp_path)]), expected)
+
+
+def test_a_model_and_a_text_are_enough() -> None:
+    own = opening.prepare_opening(str(opening.SHIPPED_MODELS / opening.SHIPPED_LLAMA), "book.txt", None, None, 8)
+    assert own.config.length == 4 * 256 and own.config.recipes[1].startswith("rerope:window=128+share")
+    assert opening.prepare_opening(None, None, None, "2x", 8).config.length == 512
 
 
 def test_auto_is_replaced_by_what_it_stands_for() -> None:

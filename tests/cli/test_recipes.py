@@ -40,7 +40,7 @@ def test_the_list_and_one_in_detail():
     kinds = {part["kind"] for part in json.loads(run("--kind", "mask", "--json").stdout)["parts"]}
     assert kinds == {"mask"}
     assert_one_line(run("rerpoe"), "did you mean 'rerope'")
-    assert_one_line(run("--kind", "masks"), "kind: expected one of", "did you mean 'mask'")
+    assert_one_line(run("--kind", "masks"), "kind: unknown 'masks'; did you mean 'mask'")
 
 
 def test_names_are_completed_without_importing_the_classes():

@@ -342,7 +342,7 @@ def test_numbers_that_are_none_and_positions_that_end(letters, tmp_path):
     ("action", "message"),
     [
         (lambda: small(()), "tasks: expected some of passkey"),
-        (lambda: small(("passkey", "hay")), "got ['passkey', 'hay']"),
+        (lambda: small(("passkey", "hay")), "tasks: unknown 'hay'"),
         (lambda: small(lengths=(512, 512)), "lengths: expected positive numbers, each once"),
         (lambda: small(lengths=(0,)), "lengths"),
         (lambda: small(depths=(0, 101)), "depths: expected numbers from 0 to 100"),

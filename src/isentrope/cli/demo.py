@@ -9,7 +9,7 @@ import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
 from isentrope.cli.completion import complete_recipe
-from isentrope.cli.options import AsJson, Device, Dtype
+from isentrope.cli.options import LENGTH_HELP, AsJson, Device, Dtype
 from isentrope.cli.output import Output, print_progress
 from isentrope.utils.files import RERUN_REMEDY, read_json
 
@@ -26,10 +26,14 @@ def demo(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe beside the plain model, or auto. Repeat for several.", autocompletion=complete_recipe
+            help="A recipe beside the plain model; auto by default. Repeat for several.",
+            autocompletion=complete_recipe,
         ),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens to read; 16 times the training length by default.")] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(help=LENGTH_HELP, show_default="4x; 16x for the small Llama"),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after them.")] = 60,
     out: Annotated[Path, typer.Option(help="Folder for side_by_side.json, .png and .svg.")] = Path("results/opening"),
     dtype: Dtype = "auto",
@@ -40,7 +44,9 @@ def demo(
 
     isentrope demo
 
-    isentrope demo MODEL --data book.txt --recipe rerope:window=4096+share
+    isentrope demo MODEL --data book.txt
+
+    isentrope demo MODEL --data book.txt --length 2x --recipe rerope:window=4096+share
     """
     from isentrope.experiments.opening import prepare_opening
     from isentrope.report.figures.side_by_side import draw_side_by_side

@@ -72,6 +72,7 @@ def inspect(
     """
     from isentrope.analysis.inspect import InspectConfig, load_models, load_text, measure_attention
     from isentrope.evaluation.loading import resolve_auto_for
+    from isentrope.evaluation.recipe_texts import check_recipes
     from isentrope.recipe.auto import is_auto
     from isentrope.report.figures.inspect import draw_inspection
     from isentrope.report.html.inspection import write_inspection_page
@@ -83,6 +84,7 @@ def inspect(
     recipes = list(dict.fromkeys(recipe or ["plain"]))
     if any(map(is_auto, recipes)):
         recipes = list(resolve_auto_for(model, recipes, tokens[-1], gguf_file))
+    check_recipes(recipes)  # before a model is loaded
     out = out or name_results("inspect", model, tokens[-1], gguf_file)
     folders = [out] if len(recipes) == 1 else [out / name_recipe(text) for text in recipes]
     disable_progress_bars()

@@ -42,7 +42,7 @@ def recipes(
     from isentrope.utils.messages import suggest
 
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}{suggest(kind, KINDS)}")
+        raise ValueError(f"kind: unknown {kind!r}{suggest(kind, KINDS)}")
     parts = [find_part(name) for name in names] if names else list_parts()
     parts = [part for part in parts if kind in (None, part.kind)]
     with Output(as_json) as output:

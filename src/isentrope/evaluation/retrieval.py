@@ -36,6 +36,7 @@ from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, under_recipe
 from isentrope.evaluation.results import RETRIEVAL, ResultsStore
 from isentrope.evaluation.retrieval_summary import summarize_retrieval
 from isentrope.hf.introspection import introspect_once
+from isentrope.utils.messages import suggest
 from isentrope.utils.parsing import parse_numbers
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
@@ -74,6 +75,8 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         check_recipes(self.recipes)
+        if unknown := [task for task in self.tasks if task not in TASKS]:
+            raise ValueError(f"tasks: unknown {unknown[0]!r}{suggest(unknown[0], (*TASKS, *GROUPS))}")
         expected = f"some of {', '.join(TASKS)}, or of the groups {', '.join(GROUPS)}"
         _check("tasks", self.tasks, expected, lambda task: task in TASKS)
         _check("lengths", self.lengths, "positive numbers", lambda length: length > 0)

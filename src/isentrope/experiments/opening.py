@@ -14,12 +14,14 @@ from isentrope.evaluation.side_by_side import SideBySideConfig, compare_side_by_
 from isentrope.evaluation.texts import iterate_documents, tokenize_documents
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.hf.layer_plan import read_train_length
+from isentrope.recipe import auto
 
 # among the best in docs/results/frontier/llama of the recipes that see all of the text, and fast; a test module
 SHIPPED_LLAMA = "llama"
 RECIPE = "rerope:window=128+share"
 MODULE = "geometry/point.py"
-DEFAULT_TIMES = 16  # of the training length
+SHIPPED_TIMES = 16  # of the training length, for the small Llama
+OWN_TIMES = 4  # for a model of the user's, which is larger
 
 
 @dataclass(frozen=True)
@@ -66,36 +68,41 @@ class Opening:
 
 
 def prepare_opening(
-    model: str | None, text: str | None, recipes: Sequence[str] | None, length: int | None, new_tokens: int
+    model: str | None, text: str | None, recipes: Sequence[str] | None, length: int | str | None, new_tokens: int
 ) -> Opening:
     """Fill in what is not given, from the model that ships or from the training length of the one given.
 
     Args:
         model: a folder, or a name on the hub; the small Llama that ships by default.
         text: where a text is; a module of SymPy by default, with the small Llama alone.
-        recipes: beside the plain model, or "auto"; with the small Llama the best one measured on it.
-        length: tokens to read; 16 times the training length by default.
+        recipes: beside the plain model; "auto" by default, with the small Llama the best one measured on it.
+        length: tokens to read, or as "4x" times the training length; "4x" by default, with the small Llama "16x".
         new_tokens: tokens to write after them.
 
     Raises:
-        ValueError: a model is given without a text or recipes, or names no training length and no length is given.
+        ValueError: a model is given without a text, or names no training length and no length in tokens is given.
     """
+    times = OWN_TIMES
     if model is None:
-        model = _shipped_llama()
+        model, times = _shipped_llama(), SHIPPED_TIMES
         if not (Path(model) / "model.safetensors").exists():
             raise ValueError("model: the small Llama is not part of this installation; name a model of yours")
         recipes = recipes or [RECIPE]
-    elif text is None or not recipes:
-        missing = "--data TEXT" if text is None else "--recipe RECIPE"
-        raise ValueError(f"{missing}: expected one with a model of your own, got none; add it")
-    if length is None:
-        config: Any = read_causal_config(model)
-        trained = None if config is None else read_train_length(config.get_text_config())
-        if trained is None:
-            raise ValueError(f"length: {model} names no training length; add --length TOKENS")
-        length = DEFAULT_TIMES * trained
-    compared = PLAIN, *resolve_auto_for(model, recipes, length)
-    return Opening(model, text, SideBySideConfig(compared, length, new_tokens))
+    elif text is None:
+        raise ValueError("--data TEXT: expected one with a model of your own, got none; add it")
+    tokens = _count_length(model, f"{times}x" if length is None else str(length))
+    compared = PLAIN, *resolve_auto_for(model, recipes or [auto.AUTO], tokens)
+    return Opening(model, text, SideBySideConfig(compared, tokens, new_tokens))
+
+
+def _count_length(model: str, length: str) -> int:
+    if length.isdecimal():
+        return int(length)
+    config: Any = read_causal_config(model)
+    trained = None if config is None else read_train_length(config.get_text_config())
+    if trained is None:
+        raise ValueError(f"length: {model} names no training length; add --length TOKENS")
+    return auto.parse_length(length, trained)
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:

@@ -52,7 +52,11 @@ def draw_perplexity(results: Path) -> list[Path]:
                 axes.plot(middles, row["perplexity"], **style)
         left.set_yscale("log")
         texts = max(row["texts"] for row in rows)
-        figure.suptitle(f"Perplexity by position: {data['model']['name']}, {texts} texts", x=0.01, ha="left")
+        figure.suptitle(
+            f"Perplexity by position: {data['model']['name']}, {texts} text{'s' if texts > 1 else ''}",
+            x=0.01,
+            ha="left",
+        )
         left.set_title("All recipes")
         right.set_title(f"Those that hold, within {MAX_RATIO_TO_BEST:g} × of the best; without plain")
         for axes in (left, right):

@@ -23,7 +23,7 @@ def build_perplexity_table(results: Path) -> Table:
     texts = len(data["texts"])
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
     table = Table(
-        title=f"Perplexity by position: {data['model']['name']}, {texts} texts",
+        title=f"Perplexity by position: {data['model']['name']}, {texts} text{'s' if texts > 1 else ''}",
         caption="The best recipe of each bucket is bold."
         + (" Inside: change inside the training length, red above 0.5 %." if inside else ""),
         **TABLE_STYLE,
