@@ -111,11 +111,11 @@ llamas() {  # heads of 32, 64 and 128, three seeds; the corpus is SymPy's source
 }
 
 step() {
-    local folder=$out
+    local folder=$out part
     case $1 in
         seeds) plan study "$data" "$folder" --seeds 5,6,7 ;;
         repeat) repeat ;;
-        tables) for name in main ablation sweep softmax softmax-cosine; do plan "study-$name" "$data" "$folder" || return; done ;;
+        tables) for part in main ablation sweep softmax softmax-cosine; do plan "study-$part" "$data" "$folder" || return; done ;;
         figures) [ -n "${QUICK:-}" ] || within isentrope study figures --data "$data" --out "$folder" --sweep study-sweep --main study-main --seed 5 ;;
         why) plan study-why "$data" "$folder" ;;
         novels) plan study-texts "$novels" "$folder/novels" ;;

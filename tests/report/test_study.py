@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from math import log, sqrt
+from pathlib import Path
 
 import pytest
 
-from isentrope.report.best_temperatures import collect_best_temperatures, compute_laws
+from isentrope.report.best_temperatures import (
+    FittedModel,
+    collect_best_temperatures,
+    compute_laws,
+    compute_residuals,
+    read_calibrated,
+)
 from isentrope.report.claims import evaluate_claims
 from isentrope.report.figures.study import collect_gains, rank_correlation
+from isentrope.report.figures.temperatures import draw_fitted_models
 from isentrope.report.load import load_plans
 from isentrope.report.study import draw_study
 from isentrope.temperatures import InfoScale, InfoScaleExact, LogN, Power, YaRNTemperature
@@ -73,6 +82,35 @@ def test_best_temperatures_beside_the_laws(tmp_path):
     expected = [InfoScale(64), InfoScaleExact(64), LogN(64), Power(64), YaRNTemperature(64)]
     for values, law in zip(laws.values(), expected, strict=True):
         assert values[64] == pytest.approx(1) and values[4096] == pytest.approx(tau(law, 4096), rel=1e-5)
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    ("folder", "size"), [("llama/calibrate-rerope", 64), ("stories15M/calibrate", 48), ("smollm2/calibrate", 64)]
+)
+def test_laws_beside_fitted_temperatures_are_those_of_the_calibration(folder, size):
+    path = RESULTS / folder / "calibrate.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    fitted, trained = read_calibrated(path), data["train_length"]
+    assert list(fitted) == [n for n in data["knots"] if n > trained]
+    for name, law in (("infoscale", "InfoScale"), ("logn", "LogN")):
+        curve = next(each["tau"] for each in data["candidates"] if each["name"] == name)
+        own = {round(n): tau for n, tau in zip(curve["n"], curve["rows"][0], strict=True)}
+        laws = compute_laws(list(fitted), trained, size)[law]
+        assert [laws[n] for n in fitted] == pytest.approx([own[n] for n in fitted], rel=1e-5)
+
+
+def test_what_laws_leave_of_fitted_temperatures(tmp_path):
+    exact = compute_laws([128, 4096], 64, 128)["LogN"]
+    models = [FittedModel("a", 64, 128, {"RoPE": exact}), FittedModel("b", 64, 128, {"ReRoPE": {128: 1.0}})]
+    left = compute_residuals(models)
+    assert left["LogN"]["a"] == pytest.approx(0) and left["none"]["b"] == 0
+    assert left["LogN"]["all"] == pytest.approx(log(exact[128]) / sqrt(3))
+    assert [path.suffix for path in draw_fitted_models(models, tmp_path / "fitted")] == [".png", ".svg"]
+    text = (tmp_path / "fitted.svg").read_text()
+    assert all(name in text for name in ("InfoScale", "LogN", "Power", "YaRN", "fitted: ReRoPE"))
 
 
 def tau(law, n):
