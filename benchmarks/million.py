@@ -212,8 +212,9 @@ def measure_way(run: Run, way: Way) -> dict[str, Any]:
         continuation, step = generate_greedily(run.model, reading, kept["cache"], run.generate)
     losses = torch.cat(reading.losses)
     return {
-        "seconds": reading.seconds, "loss_seconds": reading.loss_seconds, "peak_bytes": peak_bytes,
-        "cache_bytes": cache_bytes, "loss": losses.mean().item(), "positions": by_position(losses, len(tokens)),
+        "seconds": reading.seconds, "processor_seconds": reading.processor_seconds,
+        "loss_seconds": reading.loss_seconds, "peak_bytes": peak_bytes, "cache_bytes": cache_bytes,
+        "loss": losses.mean().item(), "positions": by_position(losses, len(tokens)),
         "seconds_per_token": step, "continuation": continuation,
     }  # fmt: skip
 
@@ -248,13 +249,14 @@ def by_position(losses: Tensor, length: int) -> list[dict[str, Any]]:
 
 def add_ratios(ways: dict[str, Any], device: str) -> None:
     """Add each way's ratios to the baseline and to its own cache; targets are for the dense recipe on a GPU."""
-    base = ways.get(PLAIN, {}).get("seconds")
+    clocks = {"time": "seconds", "processor_time": "processor_seconds"}
+    base = ways.get(PLAIN, {})
     for name, row in ways.items():
         if row["failed"] is not None:
             continue
-        ratios = {"time": row["seconds"] / base if base else None, "memory": None}
-        if row["peak_bytes"] is not None and row["cache_bytes"]:
-            ratios["memory"] = row["peak_bytes"] / row["cache_bytes"]
+        ratios = {key: row[clock] / base[clock] if base.get(clock) else None for key, clock in clocks.items()}
+        has_memory = row["peak_bytes"] is not None and row["cache_bytes"]
+        ratios["memory"] = row["peak_bytes"] / row["cache_bytes"] if has_memory else None
         row["ratios"] = ratios
         targets = {"time": MAX_TIME_RATIO, "memory": MAX_MEMORY_RATIO} if (name, device) == ("dense", "cuda") else {}
         row["targets"] = {

@@ -96,10 +96,12 @@ class OutOfTimeError(Exception):
 class Reading:
     """What reading a text gave: seconds of the model without and of the losses, and -ln p of every token but the first.
 
-    `last` is the hidden state of the last token, (1, size).
+    `processor_seconds` are those of the model too, of all threads: on a CPU that is shared, the ones to compare. `last`
+    is the hidden state of the last token, (1, size).
     """
 
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     loss_seconds: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     last: Tensor | None = None
@@ -128,9 +130,10 @@ def read_in_chunks(
     decoder, reading = get_decoder(model), Reading()
     for first in range(0, len(tokens), chunk):
         part = tokens[first : first + chunk].to(model.device)
-        start = _now(model.device)
+        start, processor_start = _now(model.device), time.process_time()
         hidden = decoder(input_ids=part[None], past_key_values=cache, use_cache=True).last_hidden_state[0]
         middle = _now(model.device)
+        reading.processor_seconds += time.process_time() - processor_start
         targets = tokens[first + 1 : first + len(part) + 1].to(model.device)  # the last token has none
         if len(targets):
             reading.losses.append(losses_from_hidden(model, hidden[: len(targets)], targets).double().cpu())

@@ -121,10 +121,14 @@ def test_a_way_that_runs_out_of_time_or_memory(suite, model, tokens, tmp_path, m
 
 
 def test_targets(suite):
-    row = {"failed": None, "seconds": 1.2, "peak_bytes": 105, "cache_bytes": 100}
+    row = {"failed": None, "seconds": 1.2, "processor_seconds": 3.0, "peak_bytes": 105, "cache_bytes": 100}
     ways = {"plain": row | {"seconds": 1.0}, "dense": dict(row)}
     suite["million"].add_ratios(ways, "cuda")
-    assert ways["plain"]["targets"] == {} and ways["dense"]["ratios"] == {"time": 1.2, "memory": 1.05}
+    assert ways["plain"]["targets"] == {} and ways["dense"]["ratios"] == {
+        "time": 1.2,
+        "processor_time": 1.0,
+        "memory": 1.05,
+    }
     assert [target["met"] for target in ways["dense"]["targets"].values()] == [False, True]
 
 
