@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from isentrope import dispatch
+from isentrope.backends.band.backend import _get_plan
 from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
-from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
+from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import error, hopper, interprets, recipe_of
@@ -133,6 +134,33 @@ def test_loads_by_pointers_interpreted(text, monkeypatch, every_switch):
     with torch.no_grad():
         compare(text, Setting(63, 63, batch=1, heads=2, kv_heads=1, d=32, dv=32), True, torch.float32, "cpu", False)
         compare(text, make_setting("lengths"), True, torch.float32, "cpu", gradients=False)
+
+
+PREFILL = Setting(63, 170, batch=1, heads=2, kv_heads=1, d=32, dv=32)
+
+
+@interprets
+@pytest.mark.parametrize("text", [TEXTS[3], pytest.param(TEXTS[2], marks=pytest.mark.slow)])
+def test_a_chunk_of_queries_against_a_longer_cache_interpreted(text, monkeypatch):
+    """Far keys are a rectangle and a triangle of PyTorch's kernels; with the switch off the band kernel refuses."""
+    with torch.no_grad(), pytest.raises(ValueError, match="whole rows"):
+        compare(text, PREFILL, True, torch.float32, "cpu", gradients=False)
+    monkeypatch.setattr(switches, "_on", frozenset({BAND_CHUNKED_PREFILL}))
+    with torch.no_grad():
+        compare(text, PREFILL, True, torch.float32, "cpu", gradients=False)
+    plan = _get_plan(build(text, PREFILL, True))
+    assert plan.far_rectangle.to_band(63, 170).full and plan.far_span.to_band(63, 170).causal
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("text", TEXTS[1:4])
+def test_a_chunk_of_queries_against_a_longer_cache(text, monkeypatch):
+    monkeypatch.setattr(switches, "_on", frozenset({BAND_CHUNKED_PREFILL}))
+    for d in (64, 128):
+        setting = Setting(512, 4000, batch=1, heads=6, kv_heads=3, d=d, dv=d)
+        with torch.no_grad():
+            compare(text, setting, True, torch.bfloat16, "cuda", gradients=False)
 
 
 @interprets

@@ -26,20 +26,23 @@ from isentrope.backends.band.intervals import (
     forward_intervals,
     has_faster_kernels,
 )
-from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset
+from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import SDPABackend
-from isentrope.core.call import AttentionCall, FoldedBranch
+from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch
 from isentrope.core.compile import can_run_triton, cuda_capability_major
-from isentrope.core.region import Region, Span
-from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
+from isentrope.core.region import Band, Region, Span
+from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
 
 MAX_SINKS = 64
 AMPERE, HOPPER = 8, 9  # major compute capability
 
 
 class BandPlan(NamedTuple):
-    """Which branch has the keys within `left` and `right` of the diagonal, which the first keys, which a far span."""
+    """Which branch has the keys within `left` and `right` of the diagonal, which the first keys, which a far span.
+
+    far_rectangle: keys before the far span, a triangle, that all queries see, where there are more keys than queries.
+    """
 
     near_branch: int
     left: int
@@ -48,6 +51,7 @@ class BandPlan(NamedTuple):
     sinks: int = 0
     far_branch: int | None = None
     far_span: Span = Span()
+    far_rectangle: Span | None = None
 
 
 class BandBackend(SDPABackend):
@@ -63,7 +67,8 @@ class BandBackend(SDPABackend):
             return "it takes whole rows that see a window, first keys and a triangle of far ones"
         if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
             return None
-        if plan is None or plan.far_branch is None or plan.sinks or split_corner(call) is not None:
+        whole = plan is not None and plan.far_branch is not None and not plan.sinks and plan.far_rectangle is None
+        if not whole or split_corner(call) is not None:
             return "it has no backward but of a window with a triangle of far keys"
         return None
 
@@ -104,12 +109,23 @@ class BandBackend(SDPABackend):
         sink_keys = k if sink is near else call.fold_keys(sink, plan.sinks)
         if plan.far_branch is not None:
             assert far is None
-            branch = replace(call.branches[plan.far_branch], region=Region((plan.far_span,)))
-            far = add_offset(self.forward_branch(call.fold_branch(branch)), branch.offset)
+            far = self._forward_far(call, plan, call.branches[plan.far_branch])
         return launch(
             call.q, k, call.v, plan.left, plan.right, near.query_angles, near.tau, call.scale, call.normalise,
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
+
+    def _forward_far(self, call: AttentionCall, plan: BandPlan, branch: RotatedBranch) -> PartialOutput:
+        """Compute the far keys, a triangle and perhaps a rectangle before it, with SDPA's kernels."""
+        folded = call.fold_branch(replace(branch, region=Region((plan.far_span,))))
+        triangle = self.forward_branch(folded)
+        if plan.far_rectangle is None:
+            return add_offset(triangle, branch.offset)
+        from isentrope.backends.merge_kernel import launch
+
+        rectangle = self.forward_branch(replace(folded, region=Region((plan.far_rectangle,))))
+        parts = [TileOutput(x.out, x.lse, x.first, offset=branch.offset) for x in (rectangle, triangle)]
+        return PartialOutput(*launch(parts, (call.q.shape[0], call.q.shape[1], call.q.shape[2])))
 
     def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
         """Compute the queries before a far corner with the kernel, and the few that see it with SDPA's."""
@@ -169,11 +185,20 @@ def _get_plan(call: AttentionCall) -> BandPlan | None:
     if not layout.plain:
         return None
     regions = tuple(branch.region for branch in call.branches)
-    return layout.cached(("band plan", *regions), lambda: plan_band(regions, layout.queries, layout.keys))
+    rectangles = is_on(BAND_CHUNKED_PREFILL)
+    key = ("band plan", rectangles, *regions)
+    return layout.cached(key, lambda: plan_band(regions, layout.queries, layout.keys, rectangles))
 
 
-def plan_band(regions: Sequence[Region], queries: int, keys: int) -> BandPlan | None:
-    """Return the regions as one window, at most one set of first keys before it, and at most one triangle, or None."""
+def plan_band(regions: Sequence[Region], queries: int, keys: int, rectangles: bool = False) -> BandPlan | None:
+    """Return the regions as one window, at most one set of first keys before it, and at most one triangle, or None.
+
+    Args:
+        regions: of the branches.
+        queries: in a row, the last of the keys.
+        keys: in a row.
+        rectangles: whether a rectangle may be before the triangle.
+    """
     if queries > keys:  # some see nothing
         return None
     spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
@@ -193,6 +218,16 @@ def plan_band(regions: Sequence[Region], queries: int, keys: int) -> BandPlan | 
             plan = plan._replace(sink_branch=n, sinks=int(min(span.stop, keys)))
         elif band is not None and (band.causal or band.full) and plan.far_branch is None:
             plan = plan._replace(far_branch=n, far_span=span)
+        elif rectangles and plan.far_branch is None and band is not None and (parts := _split_rectangle(span, band)):
+            plan = plan._replace(far_branch=n, far_rectangle=parts[0], far_span=parts[1])
         else:
             return None
     return plan
+
+
+def _split_rectangle(span: Span, band: Band) -> tuple[Span, Span] | None:
+    """Return a span that is a triangle with more keys than queries as the keys that all see, and a triangle."""
+    ahead = (band.end - band.begin) - (band.last - band.first)
+    if band.left != inf or band.right != 0 or ahead <= 0:
+        return None
+    return span & Span(stop=band.begin + ahead), span & Span(start=band.begin + ahead)
