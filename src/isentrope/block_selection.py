@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -14,18 +14,21 @@ from torch.nn import functional as F
 from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
 from isentrope.builder import Inputs, build_call
+from isentrope.core.caching import get_constant
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import ChosenBlocks, QueryGroups
 from isentrope.core.compile import can_run_triton
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
-from isentrope.core.layout import get_layout
+from isentrope.core.layout import Layout, get_layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import rotate_and_scale
+from isentrope.core.switches import RETRIEVE_ONE_CHUNK, is_on
 from isentrope.recipe import Recipe, as_recipe
 
 # of groups, or queries, against all keys that they choose from
 MAX_CHUNK_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 MIN_CHUNK_GROUPS, MAX_CHUNKS = 128, 16  # where more groups would fit
+MAX_CACHED_PLACES = 1 << 23  # groups times blocks, a byte each, that are kept with a layout
 
 
 def select_blocks(q: Tensor, k: Tensor, recipe: Recipe | str, *, scale: float | None = None) -> Tensor:
@@ -75,6 +78,14 @@ def _find_far(call: AttentionCall) -> int | None:
     return next((n for n, branch in enumerate(call.branches) if branch.far and branch.region.spans), None)
 
 
+class _Chunk(NamedTuple):
+    """Groups that are scored at once, and which of the blocks from the first after the sinks each may not choose."""
+
+    start: int
+    stop: int
+    outside: Tensor
+
+
 def _choose_all(call: AttentionCall, groups: QueryGroups) -> Tensor:
     """Return all blocks that groups may choose from, and -1 from the first that has too many."""
     device, choice = call.q.device, groups.choice
@@ -85,20 +96,38 @@ def _choose_all(call: AttentionCall, groups: QueryGroups) -> Tensor:
 
 def _choose(call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> Tensor:
     """Return the numbers of chosen blocks, (batch, kv_heads, groups, blocks), group by group in chunks."""
-    choice, index, start = groups.choice, _choose_all(call, groups), groups.first_choosing()
+    choice, first = groups.choice, groups.choice.first_block
     score: _Representatives | _Votes
     score = _Votes(call, groups) if choice.score == "votes" else _Representatives(call, branch, groups)
-    while start < groups.count:
-        stop = min(groups.count, start + score.count_groups())
-        first, end = choice.first_block, groups.end_block(stop - 1)
-        ends = groups.end_blocks(call.q.device)[start:stop, None]
-        outside = torch.arange(first, end, device=call.q.device) >= ends
-        scores = score.compute(start, stop, slice(first * choice.size, end * choice.size), outside)
+    best = []
+    for chunk in _list_chunks(call.layout, groups, score.count_groups()):
+        columns = slice(first * choice.size, (first + chunk.outside.shape[1]) * choice.size)
+        scores = score.compute(chunk, columns)
         scores = scores.unflatten(1, (call.k.shape[1], -1)) if choice.heads == "each" else scores[:, None]
-        best = _find_largest(scores.mean(2).masked_fill(outside, -1), choice.blocks)
-        index[:, :, start:stop] = best.sort(-1).values + first
-        start = stop
-    return index
+        best.append(_find_largest(scores.mean(2).masked_fill(chunk.outside, -1), choice.blocks).sort(-1).values)
+    if not best:
+        return _choose_all(call, groups)
+    chosen = (torch.cat(best, 2) + first).expand(-1, call.k.shape[1], -1, -1)
+    start = groups.count - chosen.shape[2]
+    if not start:
+        return chosen.contiguous()
+    all_blocks = call.layout.cached(("all blocks", groups, call.k.shape[:2]), lambda: _choose_all(call, groups))
+    return torch.cat((all_blocks[:, :, :start], chosen), 2)
+
+
+def _list_chunks(layout: Layout, groups: QueryGroups, step: int) -> Iterable[_Chunk]:
+    """Return the groups that choose, `step` at once; those of one layout are made once, unless they are large."""
+    blocks = groups.end_block(groups.count - 1) - groups.choice.first_block
+    if groups.count * blocks > MAX_CACHED_PLACES:
+        return _make_chunks(groups, step, layout.device)
+    return layout.cached(("choosing groups", groups, step), lambda: list(_make_chunks(groups, step, layout.device)))
+
+
+def _make_chunks(groups: QueryGroups, step: int, device: torch.device) -> Iterator[_Chunk]:
+    first, ends = groups.choice.first_block, groups.end_blocks(device)[:, None]
+    for start in range(groups.first_choosing(), groups.count, step):
+        stop = min(groups.count, start + step)
+        yield _Chunk(start, stop, torch.arange(first, groups.end_block(stop - 1), device=device) >= ends[start:stop])
 
 
 def _find_largest(scores: Tensor, count: int) -> Tensor:
@@ -106,9 +135,13 @@ def _find_largest(scores: Tensor, count: int) -> Tensor:
     width = scores.shape[-1]
     # bits of floats that are not negative are ordered like them, and places make all numbers different
     bits = scores.float().contiguous().view(torch.int32).to(torch.int64)
-    places = torch.arange(width - 1, -1, -1, device=scores.device)
+    places = get_constant(_count_down, scores.device, width)
     largest: Tensor = (bits * (1 << 31) + places).topk(count, -1).indices
     return largest
+
+
+def _count_down(count: int) -> Tensor:
+    return torch.arange(count - 1, -1, -1)
 
 
 class _Representatives:
@@ -117,9 +150,9 @@ class _Representatives:
     def __init__(self, call: AttentionCall, branch: RotatedBranch, groups: QueryGroups) -> None:
         folded = call.fold_branch(replace(branch, entropy_law=None))  # that is measured over chosen keys
         choice, dtype = groups.choice, factor_dtype(folded.q)
-        q, members = _pool_queries(folded.q, groups)
-        self.means = q.to(dtype)  # (batch, heads, groups · pools, d)
-        self.absent = members == 0
+        counted = call.layout.cached(("pooled queries", groups), lambda: _count_pooled(groups, call.q.device))
+        members, self.absent = counted
+        self.means = _pool_queries(folded.q, groups, members).to(dtype)  # (batch, heads, groups · pools, d)
         self.pools = choice.pools
         self.keys, self.scale, self.groups = folded.k.to(dtype), call.scale, groups
         self.fused = _takes_score_kernel(self.means, self.keys)
@@ -129,41 +162,53 @@ class _Representatives:
         columns = self.groups.keys // self.groups.choice.size + 1 if self.fused else self.groups.keys
         # keys that only later groups may choose are scored for all groups of a chunk
         largest = max(MIN_CHUNK_GROUPS, self.groups.count // MAX_CHUNKS)
+        if self.fused and is_on(RETRIEVE_ONE_CHUNK):  # the kernel leaves those keys out
+            largest = self.groups.count
         return min(max(1, _limit_rows(self.means, columns) // self.pools), largest)
 
-    def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
+    def compute(self, chunk: _Chunk, columns: slice) -> Tensor:
         """Return scores (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
-        rows = slice(start * self.pools, stop * self.pools)
+        rows = slice(chunk.start * self.pools, chunk.stop * self.pools)
         q, k, size = self.means[:, :, rows], self.keys[:, :, columns], self.groups.choice.size
         if self.fused:
             from isentrope.backends.blocks.score_kernel import launch
 
-            best = launch(q, k, size)
+            place = self.groups.first_position(chunk.start), self.groups.choice.queries, self.groups.window
+            best = launch(q, k, size, (*place, columns.start, self.pools) if is_on(RETRIEVE_ONE_CHUNK) else None)
         else:
             products = matmul_wide(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k.mT).unflatten(-1, (-1, size))
             best = products.amax(-1).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-        best = (self.scale * best).unflatten(2, (-1, self.pools)).masked_fill(outside[:, None], -inf)
-        shares = torch.softmax(best, -1).masked_fill(self.absent[rows].view(-1, self.pools, 1), 0.0)
+        best = (self.scale * best).unflatten(2, (-1, self.pools)).masked_fill(chunk.outside[:, None], -inf)
+        shares = torch.softmax(best, -1)
+        if self.absent is not None:
+            shares = shares.masked_fill(self.absent[rows].view(-1, self.pools, 1), 0.0)
         return shares.amax(3)
 
 
-def _pool_queries(q: Tensor, groups: QueryGroups) -> tuple[Tensor, Tensor]:
-    """Return the means of `pool` neighbouring queries of each group, and how many queries each is the mean of.
-
-    A group that a call has a part of has its first or last means of fewer queries, or of none.
-    """
+def _split_pools(x: Tensor, groups: QueryGroups) -> Tensor:
+    """Return (…, queries, d) as (…, groups · pools, pool, d), with zeros for queries that are not in the call."""
     choice, count = groups.choice, groups.count
     after = count * choice.queries - groups.lead - groups.queries
     filler = choice.pools * choice.pool - choice.queries
+    x = F.pad(x, (0, 0, groups.lead, after)) if groups.lead or after else x
+    x = x.unflatten(-2, (count, choice.queries))
+    x = F.pad(x, (0, 0, 0, filler)) if filler else x
+    return x.unflatten(-2, (choice.pools, choice.pool)).flatten(-4, -3)
 
-    def split(x: Tensor) -> Tensor:
-        """(…, queries, d) → (…, groups · pools, pool, d)."""
-        x = F.pad(x, (0, 0, groups.lead, after)).unflatten(-2, (count, choice.queries))
-        return F.pad(x, (0, 0, 0, filler)).unflatten(-2, (choice.pools, choice.pool)).flatten(-4, -3)
 
-    members = split(torch.ones(groups.queries, 1, device=q.device)).sum(1)
-    total = split(q).sum(-2, dtype=accumulation_dtype(q))
-    return total / members.clamp_min(1), members[:, 0]
+def _count_pooled(groups: QueryGroups, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return how many queries each mean is of, 1 for none, and which are of none; None where there is no such mean."""
+    members = _split_pools(torch.ones(groups.queries, 1, device=device), groups).sum(1)
+    whole = groups.lead == 0 and groups.queries % groups.choice.queries == 0
+    return members.clamp_min(1), None if whole else members[:, 0] == 0
+
+
+def _pool_queries(q: Tensor, groups: QueryGroups, members: Tensor) -> Tensor:
+    """Return the means of `pool` neighbouring queries of each group.
+
+    A group that a call has a part of has its first or last means of fewer queries, or of none.
+    """
+    return _split_pools(q, groups).sum(-2, dtype=accumulation_dtype(q)) / members
 
 
 class _Votes:
@@ -182,9 +227,9 @@ class _Votes:
             return _limit_rows(self.q, groups.keys // choice.size + 1)
         return max(1, _limit_rows(self.q, groups.keys) // choice.queries)
 
-    def compute(self, start: int, stop: int, columns: slice, outside: Tensor) -> Tensor:
+    def compute(self, chunk: _Chunk, columns: slice) -> Tensor:
         """Return votes (batch, heads, groups, blocks) of some groups for the blocks of some keys."""
-        groups, choice = self.groups, self.groups.choice
+        groups, choice, (start, stop, outside) = self.groups, self.groups.choice, chunk
         first = max(0, start * choice.queries - groups.lead)
         last = min(groups.queries, stop * choice.queries - groups.lead)
         group = (torch.arange(first, last, device=self.q.device) + groups.lead) // choice.queries - start

@@ -18,7 +18,7 @@ from torch import Tensor
 from isentrope.core.compile import device_context
 
 # queries and keys per block, pipeline stages and warps, by head size
-BLOCKS = {32: (64, 64, 2, 4), 64: (64, 64, 2, 4), 128: (64, 64, 2, 8), 256: (32, 32, 1, 8)}
+BLOCKS = {32: (64, 64, 2, 4), 64: (64, 64, 2, 4), 128: (32, 64, 2, 8), 256: (32, 32, 1, 8)}
 
 
 def launch(
