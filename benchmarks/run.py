@@ -23,6 +23,7 @@ from typing import Any
 
 import cases
 import retrieve
+import switched
 import torch
 from measure import BLANK, Job, Row, Sizes, save, sizes
 from rich.console import Console
@@ -36,7 +37,7 @@ WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
 GROUPS = (
     "attention", "window", "share", "retrieve", "entropy", "backward", "memory", "scaling", "decoding", "gau",
-    "compilation",
+    "compilation", "switched",
 )  # fmt: skip
 
 
@@ -81,6 +82,9 @@ def groups(size: Sizes, names: list[str], model: str | None = None, gguf_file: s
         if name == "retrieve":
             inputs.free()
             return retrieve.retrieve(size)
+        if name == "switched":
+            inputs.free()
+            return switched.switched(size)
         return getattr(cases, name)(size, inputs)
 
     return [lambda name=name: of(name) for name in names]  # type: ignore[misc]
