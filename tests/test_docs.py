@@ -69,9 +69,11 @@ def test_every_row_of_the_support_matrix_names_tests_that_exist():
     rows = [line for line in (DOCS / "support.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     named = re.findall(r"`(\S+\.py)::(\w+)`", "\n".join(rows))
     assert len(named) > 60
-    for file, test in named:
+    for file in {file for file, _ in named}:
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        assert test in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+        there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        missing = {test for other, test in named if other == file} - there
+        assert not missing, f"{file}: {missing}"
     for row in rows:
         if not row.startswith("| --") and ("| works" in row or "| refused" in row):
             assert "::" in row, row
