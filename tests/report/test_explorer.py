@@ -107,7 +107,7 @@ def test_the_page_in_a_browser(page: Path) -> None:
     probe.write_text(page.read_text("utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", probe.as_uri()]
     settings = os.environ | {"HOME": str(page.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=settings)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=settings)
     shutil.rmtree(profile, ignore_errors=True)
     match = re.search(r'<script type="application/json" id="answer">(.*?)</script>', done.stdout, re.DOTALL)
     assert match, done.stderr[-2000:]

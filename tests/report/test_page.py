@@ -65,7 +65,7 @@ def opened(path: Path, script: str, width: int = 1280, around: str | None = None
         command.append("--allow-file-access-from-files")  # to look into the frame
     settings = os.environ | {"HOME": str(path.parent)}
     done = subprocess.run(
-        [*command, probe.as_uri()], capture_output=True, text=True, timeout=90, check=False, env=settings
+        [*command, probe.as_uri()], capture_output=True, text=True, timeout=600, check=False, env=settings
     )
     shutil.rmtree(profile, ignore_errors=True)
     actual = re.search(r'<script type="application/json" id="answer">(.*?)</script>', done.stdout, re.DOTALL)
