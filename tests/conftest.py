@@ -5,15 +5,14 @@ import gc
 from pathlib import Path
 
 import pytest
-import torch
 
 # assertions of helpers explain themselves as those of tests do
 pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests.contract.precision")
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "hf/test_compile", "hf/test_generation", "contract/test_matrix", "hf/test_batching", "calibration/test_calibrate",
-    "report/test_html", "core/test_compile", "calibration/test_near_and_far", "test_attention", "hf/test_streaming",
+    "hf/test_compile", "contract/test_matrix", "hf/test_generation", "calibration/test_calibrate", "hf/test_batching",
+    "core/test_compile", "report/test_html", "test_attention", "calibration/test_near_and_far", "hf/test_streaming",
     "hf/test_saving", "hf/test_sharing", "hf/test_families", "hf/test_smollm2", "test_properties",
     "analysis/test_inspect", "hf/test_families_dense", "hf/test_stories", "cli/test_study", "cli/test_evaluate",
     "evaluation/test_retrieval", "experiments/test_run", "test_scores", "training/test_causal",
@@ -28,12 +27,18 @@ WORDS = (
 
 
 def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):  # the process that hands out tests needs neither torch nor this
+        return
     gc.disable()  # until all is imported, which leaves no garbage
+    import torch
+
     if hasattr(config, "workerinput"):  # workers share the cores already
         torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     chosen = config.option.markexpr
     dropped = []
     for item in items:
@@ -61,6 +66,8 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True)
 def _seed():
+    import torch
+
     torch.manual_seed(0)
 
 
