@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from isentrope.cli import app
 from isentrope.recipe import KINDS
+from isentrope.report.figures import plan_curves
 from isentrope.report.figures.perplexity import SHARE, TEMPERATURES, _split_recipe
 from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
@@ -70,7 +71,8 @@ def test_figures_have_one_legend_outside_their_panels_and_lengths_under_every_co
 ) -> None:
     """Only the last method has C.S., and the last two of five panels stand in a line of three."""
     rows = [(method, variant) for method in methods for variant in labels[: 3 if method == "E" else 2]]
-    small(tmp_path, [cell(*row, length, 1.0) for row in rows for length in (128, 256)], rows)
+    made = [cell(*row, length, 1.0) | {"entropy": None} for row in rows for length in (128, 256)]
+    small(tmp_path, made, rows)
     draw_curves(tmp_path)
     for name in ("acc", "ppl"):
         text = (tmp_path / "figures" / f"{name}.svg").read_text(encoding="utf-8")
@@ -112,13 +114,19 @@ def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_the_command(made: Path) -> None:
+def keep_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures that are drawn already: they take most of the time of a report."""
+    monkeypatch.setattr(plan_curves, "draw_comparison", lambda comparison, out: [])
+
+
+def test_the_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = run(made, "--cap")
     assert done.exit_code == 0, done.output
     flat = " ".join(done.output.split())
     assert "holds: InfoScale improves ACC at 4096 for ReRoPE" in flat and ">500" in flat
     for name in ("main/table.md", "main/table.tex", "main/table.csv", "main/claims.json", "report.html"):
         assert (made / name).is_file() and name.split("/")[-1] in flat
+    keep_figures(monkeypatch)
     as_json = json.loads(run(made, "--json").output)
     assert as_json["report"] == str(made / "report.html")
     assert as_json["plans"][1]["claims"] == json.loads((made / "main" / "claims.json").read_text(encoding="utf-8"))
@@ -127,7 +135,9 @@ def test_the_command(made: Path) -> None:
 
 
 def test_the_same_results_give_the_same_files(made: Path) -> None:
-    page.write_report(made)
+    with pytest.MonkeyPatch.context() as patch:
+        keep_figures(patch)  # drawn when the report was made
+        page.write_report(made)
     files = ("report.html", "main/table.md", "main/table.tex", "main/claims.json", "main/beside.md", "main/beside.svg")
     before = [(made / name).read_bytes() for name in files]
     page.write_report(made)
@@ -170,8 +180,9 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, harm: Any, message: str) 
     assert done.output.count("\n") == 1 and not (tmp_path / "report.html").exists()
 
 
-def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path) -> None:
+def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "got no folder" in run(tmp_path / "nowhere").output
+    keep_figures(monkeypatch)
     study(tmp_path)
     (tmp_path / "main" / "figures" / "figures.json").write_text("[]")
     assert "expected captions by file name, got list" in run(tmp_path).output
