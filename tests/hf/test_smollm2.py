@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 import isentrope as ise
 from isentrope.evaluation.loading import load_causal_model
 from isentrope.evaluation.perplexity import token_losses
+from isentrope.hf.introspection import introspect_once
 from isentrope.pretrained import read_gguf_once
 
 gguf = pytest.importorskip("gguf")
@@ -54,7 +55,8 @@ def loaded(folder):
 
 @pytest.fixture(scope="module")
 def model(loaded):
-    return loaded[0]
+    with introspect_once():  # tests extend it again and again, which takes longer than they do
+        yield loaded[0]
 
 
 @pytest.fixture(scope="module")
