@@ -151,12 +151,13 @@ def test_one_step_of_decoding_is_plain_attention():
 @pytest.mark.parametrize(
     ("recipe", "grad", "padded", "backend"),
     [
-        # padding is geometry, which is traced before AOTAutograd has its turn
-        *in_turns(RECIPES, [(True, False, "aot_eager"), (False, True, "eager")]),
-        *in_turns(RECIPES, [(True, True, "eager"), (False, False, "aot_eager")]),
+        # AOTAutograd, which takes as long as tracing, has its turn with two branches, merged by a function of their own
+        (RECIPES[2], True, False, "aot_eager"),
+        (RECIPES[2], False, True, "eager"),
+        *in_turns(RECIPES[:2] + RECIPES[3:], [(False, True, "eager"), (True, False, "eager")]),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in product(RECIPES, (False, True), (True,), ("aot_eager",))
+            for case in product(RECIPES, (False, True), (False, True), ("aot_eager",))
         ),
     ],
 )
