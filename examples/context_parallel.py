@@ -29,10 +29,13 @@ def main() -> None:
     parallel.sum_gradients(model)
     print(f"process {parallel.rank}: {result.logits.shape[1]} tokens, loss of all {parallel.sum(result.loss):.6f}")
 
-    cache = parallel.prefill(model, ids, to=0)
+    logits, cache = parallel.prefill(model, ids, to=0)
     if parallel.rank == 0:
-        new = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
-        print("generated:", new[0, ids.shape[1] :].tolist())
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+        print(
+            "generated:",
+            model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)[0, 1000:].tolist(),
+        )
     dist.destroy_process_group()
 
 

@@ -84,6 +84,8 @@ def test_tensor_parallel_refusals_name_all_heads():
         ),
     ):
         ise.extend(share(0), "ssmax", allow_untrained=True)
+    with pytest.raises(ValueError, match=r"tensor parallel: retrieve.*chooses with all 4 heads together"):
+        ise.extend(share(0), "rerope:window=8+retrieve:heads=all")
 
 
 @pytest.fixture

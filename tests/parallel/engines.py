@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 import isentrope as ise
@@ -74,13 +75,12 @@ def check_generation(folder):
     for recipe in (TWO_BRANCHES, "window:size=9", "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4"):
         for parallel in (ise.ContextParallel(), ise.Ulysses()):
             model = ise.extend(llama(), recipe, parallel=parallel)
-            options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-            expected = model.generate(ids, **options)
-            cache = parallel.prefill(model, ids, mask)
-            assert cache.get_seq_length() == ids.shape[1] - 1
-            assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected), recipe
-            one = parallel.prefill(model, ids, mask, to=1)
-            assert (one is None) == (parallel.rank != 1)
+            expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+            logits, cache = parallel.prefill(model, ids, mask)
+            longer = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+            options = {"attention_mask": F.pad(mask, (0, 1), value=1), "max_new_tokens": 5, "do_sample": False}
+            assert torch.equal(model.generate(longer, past_key_values=cache, **options), expected), recipe
+            assert (parallel.prefill(model, ids, mask, to=1)[1] is None) == (parallel.rank != 1)
 
 
 class SameRows(Trainer):

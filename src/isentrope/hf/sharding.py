@@ -13,8 +13,8 @@ from isentrope.parallel.heads import LocalHeads, has_heads
 from isentrope.recipe import Recipe
 
 CONTEXT_PARALLEL_ERROR = (
-    "context parallel: each process holds a part of the text, where {what} is not supported yet; leave it out, or run "
-    "without context_parallel"
+    "context parallel: each process holds a part of the text, where {what} is not supported yet by torch's own; pass "
+    "parallel=isentrope.ContextParallel(…) to extend"
 )
 
 

@@ -149,11 +149,12 @@ class SequenceParallel:
     @torch.no_grad()
     def prefill(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, to: int | None = None
-    ) -> Any:
-        """Read a prompt in all processes, and return a cache with which `generate` continues in one, or in each.
+    ) -> tuple[Tensor, Any]:
+        """Read a prompt in all processes; generation then continues in one, or in each, without the others.
 
-        `model.generate(input_ids, attention_mask=…, past_key_values=cache)` then computes the last token of the prompt,
-        which the cache lacks, and goes on without the other processes.
+            logits, cache = parallel.prefill(model, ids)
+            ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+            model.generate(ids, past_key_values=cache)
 
         Args:
             model: extended with this object.
@@ -162,22 +163,27 @@ class SequenceParallel:
             to: the rank of the process that generates; by default each gets the whole cache.
 
         Returns:
-            The cache; None in processes that do not generate.
+            The logits of the next token, (batch, vocabulary), and the cache: None in processes that do not generate.
         """
         from transformers import DynamicCache
 
         # without a config no layer drops the beginning of this process's part
         own, config = DynamicCache(), model.config.get_text_config(decoder=True)
-        model(**self.shard(input_ids, attention_mask=attention_mask), past_key_values=own, logits_to_keep=1)
-        split, cached = self.split(input_ids.shape[1]), (range(input_ids.shape[1] - 1),)
+        # as `generate` counts them: the cache may hold keys that the model has rotated
+        positions = None if attention_mask is None else (attention_mask.to(torch.int64).cumsum(1) - 1).clamp_min(0)
+        part = self.shard(input_ids, attention_mask=attention_mask, position_ids=positions)
+        logits = model(**part, past_key_values=own, logits_to_keep=1).logits[:, -1]
+        split, cached = self.split(input_ids.shape[1]), (range(input_ids.shape[1]),)
+        is_last = split.chunks(self.rank)[-1].stop == split.length
         wanted = tuple(cached if to in (None, rank) else () for rank in range(self.size))
         whole = DynamicCache(config=config)
-        for index, layer in enumerate(own.layers):
+        layers: list[Any] = own.layers
+        for index, layer in enumerate(layers):
             keys, values = (fetch(x, wanted, split, self.processes) for x in (layer.keys, layer.values))
             layer.keys = layer.values = None
             if wanted[self.rank]:
                 whole.update(keys, values, index)
-        return whole if wanted[self.rank] else None
+        return self.sum(logits if is_last else torch.zeros_like(logits)), whole if wanted[self.rank] else None
 
     def collate(self, collator: Callable[[Any], Any]) -> Callable[[Any], dict[str, Tensor]]:
         """Return a data collator whose batches are this process's part, for a `Trainer` that reads the same rows.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isentrope.core.dtypes import accumulation_dtype
 from isentrope.functional import attention
 from isentrope.parallel.key_parts import KeyPart, Options, PartwiseCall, attend_to_parts
 from isentrope.parallel.processes import Processes
@@ -165,12 +166,16 @@ def ring_and_attend(
 
 @dataclass(eq=False)
 class RingKeys:
-    """The keys of one process after another: at step t those of process rank - t, as far as this one needs them."""
+    """The keys of one process after another: at step t those of process rank - t, as far as this one needs them.
+
+    none: gradients of no tokens, for steps at which this process needs none.
+    """
 
     wanted: tuple[Ranges, ...]
     rows: ShardedRows
     processes: Processes
     totals: list[Tensor] = field(default_factory=list)
+    none: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def plan(self, step: int) -> tuple[Exchange, Ranges]:
         """Return what is sent and received at a step, and the slots received."""
@@ -180,6 +185,7 @@ class RingKeys:
 
     def stream(self, k: Tensor, v: Tensor) -> Iterator[tuple[KeyPart, ...]]:
         own = torch.cat((k, v), -1).movedim(2, 0).contiguous()
+        self.none = own.new_empty((0, *own.shape[1:]), dtype=accumulation_dtype(own))
         coming = self._start(own, 0)
         for step in range(self.processes.size):
             tokens, wait, slots = coming
@@ -200,15 +206,13 @@ class RingKeys:
 
     def give_back(self, step: int, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         plan, _ = self.plan(step)
-        parts = [torch.cat(pair, -1).movedim(2, 0) for pair in gradients]
-        if not parts:
-            parts = [self.totals[0][:0]] if self.totals else []
+        parts = [self.none, *(torch.cat(pair, -1).movedim(2, 0) for pair in gradients)]
         own = self.rows.split.count(self.processes.rank)
         returned, _ = self.processes.exchange(torch.cat(parts), plan.received, plan.sent)
         self.totals.append(add_tokens(returned, plan, own))
 
     def collect(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        total = torch.stack(self.totals).sum(0).movedim(0, 2)
+        total = sum(self.totals[1:], self.totals[0]).movedim(0, 2)
         self.totals = []
         dk, dv = total.split((k.shape[-1], v.shape[-1]), -1)
         return dk, dv
