@@ -72,15 +72,17 @@ def check_generation(folder):
     ids = tokens(2, 41)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
-    for recipe in (TWO_BRANCHES, "window:size=9", "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4"):
-        for parallel in (ise.ContextParallel(), ise.Ulysses()):
-            model = ise.extend(llama(), recipe, parallel=parallel)
-            expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-            logits, cache = parallel.prefill(model, ids, mask)
-            longer = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
-            options = {"attention_mask": F.pad(mask, (0, 1), value=1), "max_new_tokens": 5, "do_sample": False}
-            assert torch.equal(model.generate(longer, past_key_values=cache, **options), expected), recipe
-            assert (parallel.prefill(model, ids, mask, to=1)[1] is None) == (parallel.rank != 1)
+    chosen = "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4"
+    pairs = ((TWO_BRANCHES, "ContextParallel"), ("window:size=9", "Ulysses"), (chosen, "ContextParallel"))
+    for recipe, kind in pairs:
+        parallel = getattr(ise, kind)()
+        model = ise.extend(llama(), recipe, parallel=parallel)
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        logits, cache = parallel.prefill(model, ids, mask)
+        longer = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+        options = {"attention_mask": F.pad(mask, (0, 1), value=1), "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(model.generate(longer, past_key_values=cache, **options), expected), recipe
+        assert (parallel.prefill(model, ids, mask, to=1)[1] is None) == (parallel.rank != 1)
 
 
 class SameRows(Trainer):

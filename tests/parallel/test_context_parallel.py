@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,8 @@ from tests.parallel.cases import list_matrix, list_ulysses
 from tests.parallel.engines import CHECKS, run_checks
 from tests.parallel.models import list_models, run_models
 from tests.parallel.workers import context_parallel, run_cases, run_death, run_mixture, spawn, ulysses
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
 
 
 def list_both(every):
@@ -19,9 +25,9 @@ def list_both(every):
 def test_recipes_and_models_in_two_processes(tmp_path):
     """A part of what the slow tests run, in one start of processes: that takes most of the time."""
     jobs = (
-        (run_cases, (list_both(37), context_parallel)),
-        (run_cases, (list_ulysses(2, 73), ulysses)),
-        (run_models, (list_models(2, 5),)),
+        (run_cases, (list_both(67), context_parallel)),
+        (run_cases, (list_ulysses(2, 97), ulysses)),
+        (run_models, (list_models(2, 9),)),
         (run_checks, (("mask", "torch", "generation"),)),
     )
     spawn(run_mixture, tmp_path, 2, jobs)
@@ -61,3 +67,12 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [1, 9]
     assert "process 0 of 2 lost the connection to another" in (tmp_path / "message").read_text()
+
+
+@pytest.mark.slow
+def test_the_example():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run([*command, str(EXAMPLE)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    losses = re.findall(r"loss of all (\S+)", result.stdout)
+    assert len(losses) == 2 and losses[0] == losses[1] and "generated: [" in result.stdout
