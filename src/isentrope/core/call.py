@@ -16,6 +16,8 @@ from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.core.rotation import Angles, rotate_and_scale
 
+MAX_FEW_QUERIES = 16  # of which the keys that none sees are not rotated
+
 
 class EntropyLaw(Protocol):
     """A temperature that follows from attention itself: hashable, and the same at every call."""
@@ -140,7 +142,25 @@ class AttentionCall:
         k, angles = self.k, branch.key_angles
         if count is not None:
             k, angles = k[:, :, :count], angles and (angles[0][:, :, :count], angles[1][:, :, :count])
+        elif angles is not None and (seen := self._find_seen_keys(branch)) is not None:
+            inside = rotate_and_scale(
+                k[:, :, seen], (angles[0][:, :, seen], angles[1][:, :, seen]), None, self.normalise, self.interleaved
+            )
+            return torch.cat((k[:, :, : seen.start], inside, k[:, :, seen.stop :]), 2)
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
+
+    def _find_seen_keys(self, branch: RotatedBranch) -> slice | None:
+        """Return the keys that a few queries see in a branch, where that is a small part of all; the others need no
+        rotation. Near keys of a decoding step on a CPU: with 128 of 500 keys, 16 rows rotate in a third of the time.
+        """
+        layout, angles = self.layout, branch.key_angles
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.normalise or not layout.banded:
+            return None
+        few = layout.queries <= MAX_FEW_QUERIES and angles is not None and angles[0].shape[2] == layout.keys
+        if not few or sum(branch.rotates_keys_like(other) for other in self.branches) > 1:
+            return None
+        low, high = layout.key_range(branch.region, 0, layout.queries)
+        return slice(low, high) if 2 * (high - low) <= layout.keys else None
 
     def split_heads(self, max_q_elements: int) -> Iterator[tuple[slice, AttentionCall]]:
         """Yield groups of query heads, evenly sized, with at most so many elements of q where one key head has less."""

@@ -161,9 +161,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     pairs = cos.shape[-1]
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
+    if _rotates_into_place(x, cos, interleaved):
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # in place of four more tensors of half the size
+        torch.mul(a, cos, out=out[..., :pairs]).sub_(b * sin)
+        torch.mul(b, cos, out=out[..., pairs:]).add_(a * sin)
+        return out
     rotated = a * cos - b * sin, b * cos + a * sin
     head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat((head, rest), -1) if rest.shape[-1] else head
+
+
+def _rotates_into_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
+    """Return whether both halves of whole vectors on a CPU may be written where they belong: no gradient, no graph."""
+    if interleaved or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    plain = type(x) is Tensor and type(cos) is Tensor and x.dtype == cos.dtype and not _is_transformed()
+    fits = x.dim() == cos.dim() and all(n in (1, m) for m, n in zip(x.shape[:-1], cos.shape[:-1], strict=True))
+    return plain and fits and 2 * cos.shape[-1] == x.shape[-1]
 
 
 def normalise_vectors(x: Tensor) -> Tensor:

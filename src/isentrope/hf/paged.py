@@ -24,6 +24,8 @@ from isentrope.hf.names import PAGED_STEP
 
 MAX_PADDING = 2  # rows of one call have at least 1 / MAX_PADDING of the keys of its longest row
 SLIDING = "sliding_attention"
+# since 5.20 transformers passes a cache all arguments of an attention function
+UPDATES_ARGUMENTS = "kwargs" in signature(PagedAttentionCache.update).parameters
 T = TypeVar("T")
 
 
@@ -58,13 +60,14 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """What a step does in layers of one recipe.
 
-    plain: whether some requests take the model's own attention.
+    plain: where the keys of requests that take the model's own attention are in the packed row; None where there are
+        no such requests.
     gathered: which of the packed keys to gather, those of `batches` after the packed row itself where that is needed;
         None where the packed row is all that is needed.
     batches: calls under the recipe.
     """
 
-    plain: bool
+    plain: Tensor | None
     gathered: Tensor | None
     batches: list[Batch]
 
@@ -141,10 +144,10 @@ class Pages:
         active = [number for number, is_idle in enumerate(idle) if not is_idle]
         groups = self._group(active, padded=layer.recipe.retrieve is None)
         if not active:
-            return Plan(True, None, [])
-        plain = any(idle)
-        first = self.total_keys if plain else 0
-        parts = [self._slots()] if plain else []
+            return Plan(self._slots(), None, [])
+        plain = self._spread(idle, "keys").bool().nonzero()[:, 0] if any(idle) else None
+        first = self.total_keys if any(idle) else 0
+        parts = [self._slots()] if any(idle) else []
         batches = []
         for numbers in groups:
             width = max(keys[number] for number in numbers)
@@ -225,11 +228,11 @@ class PagedStep:
         plan = pages.plan(layer, call.sink_logits is None and layer.eager_attention is None)
         key, value = self._update(call, pages, plan)
         if not plan.batches:
-            return _run_plain(layer, call._replace(key=key, value=value), pages)
+            return _run_plain(layer, call._replace(key=key, value=value), pages, plan)
         heads, size = call.query.shape[1], value.shape[-1]
-        if plan.plain:
+        if plan.plain is not None:
             packed = call._replace(key=key[: pages.total_keys], value=value[: pages.total_keys])
-            out = _run_plain(layer, packed, pages)
+            out = _run_plain(layer, packed, pages, plan)
         else:
             out = call.query.new_empty(1, pages.total_queries, heads, size)
         for batch in plan.batches:
@@ -253,12 +256,22 @@ class PagedStep:
         return key.index_select(0, plan.gathered), value.index_select(0, plan.gathered)
 
 
-def _run_plain(layer: Layer, call: LayerCall, pages: Pages) -> Tensor:
-    """Run the model's own attention over the packed row, as the plain engine does: its rotation and SDPA."""
+def _run_plain(layer: Layer, call: LayerCall, pages: Pages, plan: Plan) -> Tensor:
+    """Run the model's own attention over the packed row, as the plain engine does: its rotation and SDPA.
+
+    In the same row, for outputs that are the plain engine's bit for bit. Requests under the recipe are in it too: their
+    keys are not rotated, and their outputs are not used.
+    """
     query, key = call.query, call.key.transpose(0, 1)[None]
     if layer.rope is not None:
         query = layer.rope.rotate(query, pages.position_ids, pages.holder)
-        key = layer.rope.rotate(key, pages.key_positions, pages.holder)
+        if not plan.batches:
+            key = layer.rope.rotate(key, pages.key_positions, pages.holder)
+        else:
+            idle = plan.plain
+            positions = pages.cached(("positions", id(plan)), lambda: pages.key_positions[:, idle])
+            rotated = layer.rope.rotate(key[:, :, idle], positions, pages.holder)
+            key = key.index_copy(2, idle, rotated)
     mask = pages.get_mask(layer.native_mask.visible, query.dtype)
     value = call.value.transpose(0, 1)[None]
     return sdpa_attention_forward(call.module, query, key, value, mask, scaling=call.scaling, is_causal=False)[0]
@@ -281,7 +294,7 @@ def _find_group(cache: Any, layer_index: int) -> tuple[int, str]:
 def _update_cache(cache: Any, call: LayerCall, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return what the cache reads for a call after it has written to it, (keys, heads, d) each."""
     states = {"key_states": call.key, "value_states": call.value, "layer_idx": call.module.layer_idx}
-    if "kwargs" in signature(cache.update).parameters:
+    if UPDATES_ARGUMENTS:
         key, value = cache.update(**states, kwargs=arguments)
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
     names = "read_index", "write_index"  # transformers before 5.20
