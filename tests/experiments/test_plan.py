@@ -154,7 +154,7 @@ def test_a_plan_extends_one_that_ships():
     own = plans.load_plan("study").checkpoints
     assert study.checkpoints["base"] == own["base"] != main.checkpoints["base"]  # one pre-training for both
     assert study.checkpoints["dot"] == own["dot"] and {claim["kind"] for claim in study.claims} == {"superior"}
-    with pytest.raises(ValueError, match="extends: unknown 'mian', did you mean 'main'"):
+    with pytest.raises(ValueError, match="extends: unknown 'mian'; did you mean 'main'"):
         plans.parse_plan("own", "extends: mian")
     with pytest.raises(ValueError, match="expected a plan that extends none"):
         plans.parse_plan("own", "extends: study-main")
