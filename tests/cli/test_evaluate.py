@@ -90,6 +90,9 @@ def test_what_is_measured_is_kept_and_the_best_is_one_of_those_asked_for(evaluat
     assert "rerope:window=128" in str(ise.hf.capture.get_recipe(ise.load(tmp_path / "saved")))
     monkeypatch.undo()
     assert_one_line(evaluate(tmp_path, *words[1:]), "expected a model, got no config.json")
+    (tmp_path / "small.gguf").touch()
+    assert_one_line(evaluate(tmp_path, *words[1:]), "got no config.json; add --gguf-file small.gguf")
+    assert_one_line(evaluate(tmp_path, *words[1:], "--gguf-file", "smal.gguf"), "did you mean 'small.gguf'")
 
 
 def test_a_saved_model_is_measured_under_its_own_recipe(evaluated, tmp_path):

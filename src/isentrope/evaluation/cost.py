@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from isentrope.evaluation.perplexity import MAX_LOGITS, PerplexityConfig, token_losses
+from isentrope.evaluation.recipe_texts import PLAIN
 from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, read_if_whole
 from isentrope.evaluation.retrieval import RetrievalConfig
 from isentrope.evaluation.texts import Text
 
 PROBE_TOKENS = 512  # of the pass whose time is measured
 HIDDEN_STATES = 8  # of a layer, in memory at once
+RECIPE_COST = 1.15  # of a pass under a recipe, in plain ones: more for short texts, see benchmarks/results
 
 
 class CostEstimate(NamedTuple):
@@ -47,6 +50,8 @@ def estimate_cost(
 ) -> CostEstimate:
     """Estimate from one short pass of the plain model, at its share of 2 P n + 2 L d n² operations.
 
+    Compared with what was measured: docs/guides/evaluate.md.
+
     Args:
         model: a causal model.
         texts: what it reads.
@@ -63,21 +68,25 @@ def estimate_cost(
         seconds.append(time.perf_counter() - start)
     each = min(seconds) * _count_operations(model, length) / _count_operations(model, len(probe))
     passes = _count_passes(texts, perplexity, retrieval, folder)
-    return CostEstimate(passes, passes * each, _estimate_memory(model, length))
+    costs = sum(count * (1.0 if recipe == PLAIN else RECIPE_COST) for recipe, count in passes.items())
+    return CostEstimate(passes.total(), costs * each, _estimate_memory(model, length))
 
 
 def _count_passes(
     texts: Sequence[Text], perplexity: PerplexityConfig, retrieval: RetrievalConfig | None, folder: Path
-) -> int:
+) -> Counter[str]:
+    """Count the passes under each recipe that the folder has no results of."""
     earlier = read_if_whole(folder / PERPLEXITY.file, "cells") or {"cells": []}
     measured = {PERPLEXITY.key(cell) for cell in earlier["cells"]}
-    passes = sum((recipe, text.sha256) not in measured for recipe in perplexity.recipes for text in texts)
+    pairs = ((recipe, text.sha256) for recipe in perplexity.recipes for text in texts)
+    passes = Counter(recipe for recipe, text in pairs if (recipe, text) not in measured)
     if retrieval is None:
         return passes
     earlier = read_if_whole(folder / RETRIEVAL.file, "cells", schema=RETRIEVAL) or {"cells": []}
     measured = {RETRIEVAL.key(cell) for cell in earlier["cells"] if cell["failed"] is None}
-    cells = [(recipe, *cell) for recipe in retrieval.recipes for cell in retrieval.cells]
-    return passes + retrieval.examples * sum(cell not in measured for cell in cells)
+    for recipe in retrieval.recipes:
+        passes[recipe] += retrieval.examples * sum((recipe, *cell) not in measured for cell in retrieval.cells)
+    return passes
 
 
 def _count_operations(model: PreTrainedModel, tokens: int) -> float:

@@ -35,7 +35,7 @@ from isentrope.recipe import PLAIN, Recipe
 from isentrope.recipe.auto import is_auto
 from isentrope.utils.extras import require_package
 from isentrope.utils.files import write_atomically
-from isentrope.utils.messages import truncate
+from isentrope.utils.messages import suggest, truncate
 
 
 @read_gguf_once()
@@ -52,10 +52,16 @@ def read_causal_config(model: str, gguf_file: str | None = None) -> PreTrainedCo
     Raises:
         ValueError: the model is of another kind.
     """
+    folder = Path(model).expanduser()
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    if gguf_file and folder.is_dir() and not (folder / gguf_file).is_file():
+        hint = suggest(gguf_file, names) if names else "; choose another folder"
+        raise ValueError(f"--gguf-file: expected a file in {model}, got {gguf_file!r}{hint}")
     options = {"gguf_file": gguf_file} if gguf_file else {}
     saved = remove_marks(read_config(resolve_model_name(model), **options))
     if not saved:
-        raise ValueError(f"{model}: expected a model, got no config.json")
+        hint = f"; add --gguf-file {names[0]}" if names else ""
+        raise ValueError(f"{model}: expected a model, got no config.json{hint}")
     kind = saved.get("model_type", GAUAlphaConfig.model_type)  # published GAU-α checkpoints name no type
     if kind == GAUAlphaConfig.model_type:
         return None
