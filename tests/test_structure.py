@@ -106,7 +106,8 @@ def test_every_package_has_a_level():
 
 
 def test_backends_import_neither_methods_nor_one_another():
-    shared = {f"isentrope.backends.{part}" for part in ("protocol", "merge", "merge_kernel", "wide_matmul")}
+    parts = ("protocol", "merge", "merge_kernel", "cpu_tiles", "wide_matmul")
+    shared = {f"isentrope.backends.{part}" for part in parts}
     delegating = {
         "band/backend.py": {"isentrope.backends.sdpa"},  # far keys, backward
         "blocks/backend.py": {"isentrope.backends.sdpa", "isentrope.backends.band.backend"},  # near keys, backward
@@ -125,7 +126,15 @@ def test_backends_import_neither_methods_nor_one_another():
 def test_every_backend_implements_the_protocol():
     modules = {path.stem for path in (SOURCE / "backends").glob("*.py")}
     modules |= {path.parent.name for path in (SOURCE / "backends").glob("*/backend.py")}
-    assert set(BACKENDS) == modules - {"__init__", "merge", "merge_kernel", "padding", "protocol", "wide_matmul"}
+    assert set(BACKENDS) == modules - {
+        "__init__",
+        "cpu_tiles",
+        "merge",
+        "merge_kernel",
+        "padding",
+        "protocol",
+        "wide_matmul",
+    }
     for name, backend in BACKENDS.items():
         assert isinstance(backend, Backend) and backend.name == name and backend.__doc__
         assert backend.gradient in ("autograd", "merged", "none")

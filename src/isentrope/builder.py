@@ -78,22 +78,24 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     calls = layout.cached(("calls", position, position_key, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), inputs.mask, inputs.causal, inputs.scale, inputs.rotated_keys)
     if (cached := calls.get(key)) is not None:
-        branches, scale, normalise, interleaved, choice = cached[1]
+        branches, scale, normalise, interleaved, choice, backends = cached[1]
         dropout = inputs.dropout
-        return AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, dropout, choice)
+        call = AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, dropout, choice)
+        vars(call)["chosen_backends"] = backends
+        return call
     with torch.inference_mode(False):  # or a later call could not save it for its backward
         call = _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
     factors = [x for branch in call.branches for x in (branch.tau, branch.offset) if x is not None]
     if len(calls) < MAX_BUILT_CALLS and all(x.numel() <= MAX_TAU_ELEMENTS for x in factors):
         # with the recipe, so that no other can have its id
-        calls[key] = recipe, (call.branches, call.scale, call.normalise, call.interleaved, call.choice)
+        calls[key] = recipe, (call.branches, call.scale, call.normalise, call.interleaved, call.choice, {})
     return call
 
 
 def _is_cacheable(inputs: Inputs, recipe: Recipe) -> bool:
-    if inputs.lengths is not None or inputs.position_ids is not None or not recipe.cacheable:
+    if torch.compiler.is_compiling() or inputs.lengths is not None or inputs.position_ids is not None:
         return False
-    if torch.compiler.is_compiling() or not isinstance(inputs.scale, (float, int, NoneType)):
+    if not recipe.cacheable or not isinstance(inputs.scale, (float, int, NoneType)):
         return False
     return inputs.mask is None or (isinstance(inputs.mask, Mask) and not any(find_data_masks(inputs.mask)))
 

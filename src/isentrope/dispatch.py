@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import Backend
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
+from isentrope.core.caching import MAX_CHOSEN_BACKENDS
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
@@ -88,8 +89,16 @@ def check_backend(name: str) -> None:
 def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -> Backend:
     """Return the backend of this name if it takes the call, or the fastest that does for "auto"."""
     if name == AUTO:
-        backend = BAND if need_entropy and _computes_entropy(call) else _choose_fastest(call)
+        if need_entropy and _computes_entropy(call):
+            _announce(BAND.name, call.q.device.type)
+            return BAND
+        key = None if call.chosen_backends is None else _make_choice_key(call)
+        if key is not None and (known := call.chosen_backends.get(key)) is not None:
+            return known
+        backend = _choose_fastest(call)
         _announce(backend.name, call.q.device.type)
+        if key is not None and len(call.chosen_backends) < MAX_CHOSEN_BACKENDS:
+            call.chosen_backends[key] = backend
         return backend
     check_backend(name)
     backend = BACKENDS[name]
@@ -101,6 +110,13 @@ def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -
     if reason is not None:
         raise ValueError(f"backend {name!r} cannot compute this: {reason}")
     return backend
+
+
+def _make_choice_key(call: AttentionCall) -> tuple[Any, ...]:
+    """Return what the choice depends on besides the layout, the branches and the heads, size and dtype of q."""
+    q, k, v = call.q, call.k, call.v
+    contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    return q.shape[0], k.shape[1], v.shape[3], contiguous, call.needs_grad, call.dropout is None
 
 
 def choose_uncompiled(q: Tensor) -> str:

@@ -100,6 +100,28 @@ def attention(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not _tensors_fit(q, k, v):
+        _explain_tensors(q, k, v)
+
+
+def _tensors_fit(q: Any, k: Any, v: Any) -> bool:
+    """Return whether `_explain_tensors` has nothing to say, with as few calls as that takes."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    shapes = q.shape, k.shape, v.shape
+    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
+        return False
+    (batch, heads, queries, size), (key_batch, key_heads, keys, key_size), (*like_keys, value_size) = shapes
+    if like_keys != [batch, key_heads, keys] or key_batch != batch or key_size != size:
+        return False
+    if not (heads and key_heads and queries and keys and size and value_size) or heads % key_heads:
+        return False
+    dtype, device = q.dtype, q.device
+    return dtype.is_floating_point and k.dtype == v.dtype == dtype and k.device == v.device == device
+
+
+def _explain_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise ValueError for the first thing that is wrong with the tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

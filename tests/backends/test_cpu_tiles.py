@@ -36,9 +36,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def _small_groups(monkeypatch):
+@pytest.fixture(params=["one mask", "groups"])
+def _small_groups(monkeypatch, request):
     """Several groups of a band, and frames, at lengths of a test."""
+    if request.param == "groups":
+        monkeypatch.setattr(band_tiles, "MAX_ONE_MASK_QUERIES", 0)
     monkeypatch.setattr(band_tiles, "GROUP_QUERIES", ((0, 4),))
     monkeypatch.setattr(band_tiles, "MIN_FRAME_QUERIES", 1)
 
@@ -47,14 +49,15 @@ def cover(tiles, layout):
     """How often each pair is covered."""
     total = torch.zeros(layout.batch, layout.queries, layout.keys)
     for tile in tiles:
-        for n in range(tile.count):
+        for n in range(tile.repeats):
             block = torch.ones(tile.rows, tile.columns)
             if tile.kind == "lower":
                 block = block.tril()
-            elif tile.kind != "full":
+            elif tile.kind == "upper":
                 block = block.triu()
-            if tile.kind == "band":
-                block = block.tril(tile.width - 1)
+            elif tile.kind == "band":
+                block = block.triu(-tile.lead).tril(tile.width - 1 - tile.lead)
+            assert block.any(1).all()  # or a kernel would divide by nothing
             first, begin = tile.first + n * tile.rows, tile.begin + n * tile.rows
             total[tile.batch, first : first + tile.rows, begin : begin + tile.columns] += block
     return total
@@ -94,7 +97,7 @@ def test_far_keys_of_a_causal_row_are_one_triangle():
     (far,) = cut_span(Span(high=1 - 1024), list_frames(layout)[0])
     assert (far.first, far.begin, far.rows, far.columns, far.kind) == (1024, 0, 3072, 3072, "lower")
     near = list(cut_span(Span(low=1 - 1024, high=1), list_frames(layout)[0]))
-    assert [(tile.kind, tile.count * tile.rows) for tile in near] == [("lower", 1024), ("band", 3072)]
+    assert [(tile.kind, tile.repeats * tile.rows) for tile in near] == [("lower", 1024), ("band", 3072)]
 
 
 def test_masks_serve_chunks_positions_and_few_queries():

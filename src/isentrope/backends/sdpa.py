@@ -2,8 +2,8 @@
 
 In unpadded rows a region is a few bands, and a band is one kernel: all pairs, a lower triangle (far keys are one, moved
 down by the window), or on a GPU a window of FlashAttention. Regions of whole chunks are batches of rectangles, one
-kernel each (`chunk_tiles`). Everything else goes in row chunks against the keys that the rows may see, with a mask for
-the chunk alone, so memory stays linear.
+kernel each (`chunk_tiles`). On a CPU rows and documents are cut into tiles (`cpu_tiles`). Everything else goes in row
+chunks against the keys that the rows may see, with a mask for the chunk alone, so memory stays linear.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class SDPABackend(MergedBackend):
 
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
         if (cut := tiles_on_cpu(branch)) is not None:
-            return forward_tiles(branch, Operands(*_get_operands(branch), branch.scale), cut)
+            shared = all(tile.kind == "full" for tile in cut)  # no copies of keys are needed
+            return forward_tiles(branch, Operands(*_get_operands(branch, shared), branch.scale), cut)
         if (band := _band_of(branch)) is not None:
             out, lse = _forward_tile(_make_tile(branch, band))
             return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
@@ -125,13 +126,12 @@ class SDPABackend(MergedBackend):
     def backward_branch(
         self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, size = branch.q.shape[1], max(branch.q.shape[-1], branch.v.shape[-1])
+        size = max(branch.q.shape[-1], branch.v.shape[-1])
         # the mask makes weights e^{s - lse} of a query without keys 0, for any finite lse
         lse = torch.where(lse == -inf, 0.0, lse)
         if (cut := tiles_on_cpu(branch)) is not None:
-            outputs = _pad(grad, size), _pad(out, size), lse
-            dq, dk, dv = backward_tiles(branch, Operands(*_get_operands(branch), branch.scale), cut, outputs)
-            return _finish_gradients(branch, dq, dk, dv)
+            outputs, operands = (_pad(grad, size), _pad(out, size), lse), Operands(*_get_operands(branch), branch.scale)
+            return _finish_gradients(branch, *backward_tiles(branch, operands, cut, outputs))
         if (band := _band_of(branch)) is not None:
             rows = slice(band.first, band.last)
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
@@ -140,7 +140,7 @@ class SDPABackend(MergedBackend):
             return _finish_gradients(branch, pad_rows(tq, band.first, branch.q.shape[2]), dk, dv)
         # every tile adds to dk and dv: sums are kept in fp32
         dq = torch.zeros_like(branch.q, dtype=lse.dtype)
-        dk, dv = (x.new_zeros(x.shape[0], heads, *x.shape[2:], dtype=lse.dtype) for x in (branch.k, branch.v))
+        dk, dv = (x.new_zeros(x.shape[0], lse.shape[1], *x.shape[2:], dtype=lse.dtype) for x in (branch.k, branch.v))
         tiles = _tiles_of(branch)
         for batch, tile in _chunk_tiles(branch, tiles or []):
             _backward_chunks(batch, tile, (grad, out, lse), (dq, dk, dv))
@@ -174,9 +174,9 @@ def _pad(x: Tensor, size: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _get_operands(branch: FoldedBranch) -> tuple[Tensor, Tensor, Tensor]:
+def _get_operands(branch: FoldedBranch, shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     size = max(branch.q.shape[-1], branch.v.shape[-1])
-    k, v = (_repeat_heads(x, branch) for x in (branch.k, branch.v))
+    k, v = (x if shared else _repeat_heads(x, branch) for x in (branch.k, branch.v))
     return _pad(branch.q, size), _pad(k, size), _pad(v, size)
 
 

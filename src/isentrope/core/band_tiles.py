@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from isentrope.core.layout import Layout
 from isentrope.core.region import Region, Span
 
 MAX_MASKED_QUERIES = 16  # of padded rows, which one mask serves better than a kernel a row
+MAX_ONE_MASK_QUERIES = 128  # of a band: several tiles are more operations than the pairs that they save
 MIN_FRAME_QUERIES = 64  # on average, or a mask serves better too
 # Queries that share the mask of a band, by its width: more of them mask more pairs, fewer make slower products. Cutting
 # off the two triangles of a group, so that the rest needs no mask, takes as long.
@@ -41,10 +43,11 @@ class Frame(NamedTuple):
 
 
 class BandTile(NamedTuple):
-    """A tile, or `count` tiles of a band: each begins `rows` queries and keys after the one before.
+    """A tile, or `repeats` tiles of a band: each begins `rows` queries and keys after the one before.
 
     kind: "full": all pairs; "lower": a triangle, the first query sees the first key; "upper": a triangle, the first
-        query sees all keys; "band": query r of a tile sees `width` keys from its r-th on.
+        query sees all keys; "band": query r of a tile sees `width` keys from its r-th on, counted from `lead` keys
+        before the first.
     adds: whether an earlier tile has some of these queries too.
     """
 
@@ -55,13 +58,14 @@ class BandTile(NamedTuple):
     columns: int
     kind: Literal["full", "lower", "upper", "band"]
     width: int = 0
-    count: int = 1
+    repeats: int = 1
+    lead: int = 0
     adds: bool = False
 
     @property
     def last(self) -> int:
         """The query after the last."""
-        return self.first + self.rows * self.count
+        return self.first + self.rows * self.repeats
 
 
 def find_band_tiles(region: Region, layout: Layout) -> list[BandTile] | None:
@@ -129,6 +133,11 @@ def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
     first, last = max(frame.first, least - high + 1), min(frame.last, most - low)
     if first >= last or least >= most:
         return
+    if last - first <= MAX_ONE_MASK_QUERIES and span.low > -inf and span.high < inf:
+        begin, end = int(max(least, first + low)), int(min(most, last - 1 + high))
+        rows, width, lead = int(last - first), int(high - low), int(begin - first - low)
+        yield BandTile(frame.rows, int(first), begin, rows, end - begin, "band", width, lead=lead)
+        return
     moves, stops = least - low + 1, most - high + 1  # from here on the first key moves, and before it the last one does
     edges = sorted({int(x) for x in (first, last, moves, stops) if first <= x <= last})
     for start, stop in pairwise(edges):
@@ -157,7 +166,7 @@ def _cut_band(tile: BandTile) -> Iterator[BandTile]:
     count, rest = divmod(tile.rows, size)
     done = count * size
     if count:
-        yield tile._replace(rows=size, columns=width + size - 1, kind="band", width=width, count=count)
+        yield tile._replace(rows=size, columns=width + size - 1, kind="band", width=width, repeats=count)
     if rest:
         first, begin, columns = tile.first + done, tile.begin + done, width + rest - 1
         yield tile._replace(first=first, begin=begin, rows=rest, columns=columns, kind="band", width=width)

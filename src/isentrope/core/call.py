@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class AttentionCall:
     dropout: Callable[[Tensor], Tensor] | None = None
     choice: BlockChoice | None = None
     _folded: list[FoldedBranch] = field(default_factory=list, init=False, repr=False)
+    # backends chosen for calls that differ in q, k and v alone; a copy with other branches begins without
+    chosen_backends: dict[Any, Any] | None = field(default=None, init=False, repr=False)
 
     @property
     def groups(self) -> int:

@@ -118,6 +118,12 @@ class Recipe:
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
+        known: bool | None = vars(self).get("_cacheable")
+        if known is None:
+            known = vars(self)["_cacheable"] = self._is_cacheable()
+        return known
+
+    def _is_cacheable(self) -> bool:
         laws = (temperatures.Temperature, temperatures.Adaptive, temperatures.ScaleInvariant)
         parts: list[tuple[Any, Any]] = [(part, laws) for part in self.temperatures]
         parts += [(self.position, positions.Position), (self.share, Share)]
@@ -143,7 +149,7 @@ class Recipe:
         if position is self.position and share is self.share:
             return self
         filled = copy(self)
-        vars(filled).update(position=position, share=share, _resolved=None)
+        vars(filled).update(position=position, share=share, _resolved=None, _cacheable=None)
         return filled
 
     def _fill_share(self, defaults: dict[str, Any]) -> Recipe:

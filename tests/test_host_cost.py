@@ -1,0 +1,64 @@
+"""Operations that a call makes: each is a launch on a GPU and Python on any host. No machine changes their number."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import isentrope as ise
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+# recipe: most operations of a prompt and of one query, views included
+LIMITS = {
+    "infoscale:train_length=16": (4, 4),
+    "rope+infoscale:train_length=16": (18, 18),
+    "rerope:window=16": (50, 40),
+    "rerope:window=16+infoscale:train_length=16": (54, 44),
+    "selfextend:window=16,group=4": (57, 47),
+    "rope+window:size=16": (24, 20),
+    "rope+sink:sinks=2,size=16": (49, 33),
+}
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("host")
+
+
+@pytest.mark.parametrize("text", LIMITS)
+def test_calls_make_few_operations(host, text):
+    recipe = ise.Recipe.parse(text)
+    with torch.no_grad():
+        for queries, limit in zip((64, 1), LIMITS[text], strict=True):
+            q, k, v = (torch.randn(1, 2, n, 8) for n in (queries, 64, 64))
+            assert host.count_operations(lambda: ise.attention(q, k, v, recipe, causal=True)) <= limit  # noqa: B023
+
+
+def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):
+    """What does not depend on q, k and v is computed by the first layer: the others make the operations of a call."""
+    counts = []
+    for layers in (1, 3):
+        monkeypatch.setattr(host, "LAYERS", layers)
+        model = ise.extend(host.make_model(), "rerope:window=32+infoscale")
+        with torch.no_grad():
+            counts.append(host.count_operations(host.read_token(model)))
+    assert (counts[1] - counts[0]) / 2 <= 125
+
+
+def test_the_backend_is_chosen_once(monkeypatch):
+    chosen = []
+    dispatch = importlib.import_module("isentrope.dispatch")
+    choose = dispatch._choose_fastest
+    monkeypatch.setattr(dispatch, "_choose_fastest", lambda call: chosen.append(call) or choose(call))
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    recipe = ise.Recipe.parse("rerope:window=7")
+    for _ in range(4):
+        ise.attention(q, k, v, recipe, causal=True)
+    assert len(chosen) == 2  # the first call builds what the others reuse
+    ise.attention(q.requires_grad_(), k, v, recipe, causal=True)
+    ise.attention(q, k.repeat(1, 1, 1, 2)[..., ::2], v, recipe, causal=True)
+    assert len(chosen) == 4
