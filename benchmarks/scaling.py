@@ -48,6 +48,7 @@ RECIPES = {
 MESSAGE_BYTES = tuple(1 << k for k in range(12, 25, 2))
 PROBES = 3  # repeats of a microbenchmark, before and after
 CLOCKS = ("wall", "cpu")
+MIN_TOKENS = 1024
 Times = dict[str, float]  # seconds by clock
 
 
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("results/scaling.json"))
     options = parser.parse_args()
+    if options.tokens < MIN_TOKENS:
+        parser.error(f"--tokens: expected {MIN_TOKENS} or more, so that keys are far, got {options.tokens}")
     if not hasattr(ise, "ContextParallel"):
         parser.error("this version of isentrope has no context parallel; install a later one")
     shape = shape_from_config("small", make_config(options.layers))

@@ -52,7 +52,7 @@ def read_visibility(recipe: Recipe | str) -> Visibility:
     if len(recipe.recipes) > 1:
         raise ValueError("recipe: expected one for all layers, got a recipe per layer; predict each by itself")
     if isinstance(recipe.position, ALiBi):
-        raise ValueError("recipe: the cost model has no rates for alibi, whose kernel is another; use another method")
+        raise ValueError("recipe: the cost model has no measured rates for alibi; use another method")
     if recipe.retrieve is not None:
         choice, window = recipe.retrieve, recipe.position.near_window
         if choice.score != "representative":
