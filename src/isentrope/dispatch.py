@@ -23,6 +23,7 @@ from isentrope.core.caching import MAX_CHOSEN_BACKENDS
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
+from isentrope.core.switches import list_switches
 from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 
@@ -116,7 +117,7 @@ def _make_choice_key(call: AttentionCall) -> tuple[Any, ...]:
     """Return what the choice depends on besides the layout, the branches and the heads, size and dtype of q."""
     q, k, v = call.q, call.k, call.v
     contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return q.shape[0], k.shape[1], v.shape[3], contiguous, call.needs_grad, call.dropout is None
+    return q.shape[0], k.shape[1], v.shape[3], contiguous, call.needs_grad, call.dropout is None, list_switches()
 
 
 def choose_uncompiled(q: Tensor) -> str:

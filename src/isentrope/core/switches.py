@@ -50,6 +50,11 @@ def is_on(name: str) -> bool:
     return name in _on
 
 
+def list_switches() -> frozenset[str]:
+    """Return the switches that are on."""
+    return _on
+
+
 def set_switches(names: Iterable[str]) -> frozenset[str]:
     """Turn these switches on and all others off; return those that were on before."""
     global _on
