@@ -6,6 +6,7 @@ merges what the runs before it have computed. No mask is built, and a new length
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def backward_intervals(branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Ten
     total: tuple[Tensor, ...] | None = None
     for n, interval in enumerate(intervals):
         key = ("query ranges", branch.region, n, blocks)
-        ranges = branch.layout.cached(key, lambda pair=interval: find_query_ranges(pair, branch.layout.keys, *blocks))
+        ranges = branch.layout.cached(key, partial(find_query_ranges, interval, branch.layout.keys, *blocks))
         part = launch(branch.q, branch.k, branch.v, grad, lse, delta, branch.scale, interval, ranges, dtype)
         total = part if total is None else tuple(a.add_(b) for a, b in zip(total, part, strict=True))
     assert total is not None
