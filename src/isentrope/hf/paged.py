@@ -269,6 +269,7 @@ def _run_plain(layer: Layer, call: LayerCall, pages: Pages, plan: Plan) -> Tenso
             key = layer.rope.rotate(key, pages.key_positions, pages.holder)
         else:
             idle = plan.plain
+            assert idle is not None
             positions = pages.cached(("positions", id(plan)), lambda: pages.key_positions[:, idle])
             rotated = layer.rope.rotate(key[:, :, idle], positions, pages.holder)
             key = key.index_copy(2, idle, rotated)
