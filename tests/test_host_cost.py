@@ -15,10 +15,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LIMITS = {
     "infoscale:train_length=16": (4, 4),
     "rope+infoscale:train_length=16": (18, 18),
-    "rerope:window=16": (50, 40),
-    "rerope:window=16+infoscale:train_length=16": (54, 44),
-    "selfextend:window=16,group=4": (57, 47),
-    "rope+window:size=16": (24, 20),
+    "rerope:window=16": (41, 40),
+    "rerope:window=16+infoscale:train_length=16": (45, 44),
+    "selfextend:window=16,group=4": (48, 47),
+    "rope+window:size=16": (21, 20),
     "rope+sink:sinks=2,size=16": (49, 33),
 }
 

@@ -93,13 +93,14 @@ def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -
         if need_entropy and _computes_entropy(call):
             _announce(BAND.name, call.q.device.type)
             return BAND
-        key = None if call.chosen_backends is None else _make_choice_key(call)
-        if key is not None and (known := call.chosen_backends.get(key)) is not None:
+        chosen: dict[Any, Backend] = {} if call.chosen_backends is None else call.chosen_backends
+        key = _make_choice_key(call) if call.chosen_backends is not None else None
+        if (known := chosen.get(key)) is not None:
             return known
         backend = _choose_fastest(call)
         _announce(backend.name, call.q.device.type)
-        if key is not None and len(call.chosen_backends) < MAX_CHOSEN_BACKENDS:
-            call.chosen_backends[key] = backend
+        if len(chosen) < MAX_CHOSEN_BACKENDS:
+            chosen[key] = backend
         return backend
     check_backend(name)
     backend = BACKENDS[name]
