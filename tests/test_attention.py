@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import isentrope as ise
-from isentrope.backends import chunked, sdpa
+from isentrope.backends import chunked, tile_kernels
 from isentrope.core import caching, layout
 from isentrope.dispatch import BACKENDS
 from tests.contract.matrix import CPU_BACKENDS
@@ -225,10 +225,13 @@ def test_chunks_keep_to_their_budget(recipe, causal, monkeypatch):
 
 
 def test_cudnn_is_given_what_pytorch_gives_it(monkeypatch):
-    monkeypatch.setattr(sdpa, "CUDNN", 91002)
+    monkeypatch.setattr(tile_kernels, "CUDNN", 91002)
     taken = {
-        (size, chip) for size in (20, 64, 128, 192, 256) for chip in (7, 8, 9, 10) if sdpa._cudnn_takes(size, chip)
+        (size, chip)
+        for size in (20, 64, 128, 192, 256)
+        for chip in (7, 8, 9, 10)
+        if tile_kernels._cudnn_takes(size, chip)
     }
     assert taken == {(64, 9), (128, 9), (192, 9), (256, 9), (64, 10), (128, 10)}
-    monkeypatch.setattr(sdpa, "CUDNN", 90800)
-    assert not sdpa._cudnn_takes(256, 9)
+    monkeypatch.setattr(tile_kernels, "CUDNN", 90800)
+    assert not tile_kernels._cudnn_takes(256, 9)

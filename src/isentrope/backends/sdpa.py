@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
+from isentrope.backends.tile_kernels import Tile, backward_tile, forward_tile
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import can_run_triton, cuda_capability_major
@@ -26,10 +26,7 @@ from isentrope.core.layout import Layout
 from isentrope.core.position_columns import has_bias, takes_columns, widen_branches
 from isentrope.core.region import Band, Region
 
-aten = torch.ops.aten
-
 MAX_HEAD_DIM = 256
-CUDNN = torch.backends.cudnn.version() or 0
 ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 MAX_MASK_ELEMENTS = 1 << 23
 MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
@@ -44,17 +41,6 @@ def has_triangular_branch(call: AttentionCall) -> bool:
     """Return whether a branch of a call with fused kernels is all pairs or lower triangles, a GPU's fastest kernels."""
     bands = [_list_bands(call, branch) for branch in call.branches]
     return any(all(band is not None and (band.full or band.causal) for band in some) for some in bands)
-
-
-class Tile(NamedTuple):
-    """A rectangle of queries and keys: with an additive mask, or a band that kernels support."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    band: Band
-    scale: float
 
 
 class SDPABackend(MergedBackend):
@@ -101,7 +87,7 @@ class SDPABackend(MergedBackend):
                 out, lse, first = self.forward_branch(branch)
                 parts.append(TileOutput(out, lse, first, offset=branch.offset))
             for batch, tile in _chunk_tiles(branch, tiles or []):
-                out, lse = _forward_tile(tile)
+                out, lse = forward_tile(tile)
                 place = batch.corner.first, max(1, batch.stride)
                 parts.append(TileOutput(out[..., : v.shape[-1]], lse, *place, offset=branch.offset))
         return launch(parts, (q.shape[0], q.shape[1], q.shape[2]))
@@ -111,14 +97,14 @@ class SDPABackend(MergedBackend):
             shared = all(tile.kind == "full" for tile in cut)  # no copies of keys are needed
             return forward_tiles(branch, Operands(*_get_operands(branch, shared), branch.scale), cut)
         if (band := _band_of(branch)) is not None:
-            out, lse = _forward_tile(_make_tile(branch, band))
+            out, lse = forward_tile(_make_tile(branch, band))
             return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
         if (tiles := _tiles_of(branch)) is not None:
             return _forward_chunks(branch, tiles)
         out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
         lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
         for rows, _, tile in _masked_tiles(branch):
-            o, tile_lse = _forward_tile(tile)
+            o, tile_lse = forward_tile(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], tile_lse
         blind = branch.visible_counts == 0
         return PartialOutput(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
@@ -135,7 +121,7 @@ class SDPABackend(MergedBackend):
         if (band := _band_of(branch)) is not None:
             rows = slice(band.first, band.last)
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
-            tq, tk, tv = _backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
+            tq, tk, tv = backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
             dk, dv = (pad_rows(x, band.begin, branch.k.shape[2]) for x in (tk, tv))
             return _finish_gradients(branch, pad_rows(tq, band.first, branch.q.shape[2]), dk, dv)
         # every tile adds to dk and dv: sums are kept in fp32
@@ -146,7 +132,7 @@ class SDPABackend(MergedBackend):
             _backward_chunks(batch, tile, (grad, out, lse), (dq, dk, dv))
         for rows, columns, tile in _masked_tiles(branch) if tiles is None else ():
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
-            tq, tk, tv = _backward_tile(tile, g, o, lse[:, :, rows])
+            tq, tk, tv = backward_tile(tile, g, o, lse[:, :, rows])
             dq[:, :, rows] += tq[..., : dq.shape[-1]]
             dk[:, :, columns] += tk[..., : dk.shape[-1]]
             dv[:, :, columns] += tv[..., : dv.shape[-1]]
@@ -255,7 +241,7 @@ def _forward_chunks(branch: FoldedBranch, tiles: list[ChunkTiles]) -> PartialOut
     summed = share_queries(tiles)
     out = branch.v.new_zeros(*lse.shape, size, dtype=lse.dtype if summed else None)
     for batch, tile in _chunk_tiles(branch, tiles):
-        tile_out, tile_lse = _forward_tile(tile)
+        tile_out, tile_lse = forward_tile(tile)
         shifted = batch.shift_rows(-first)
         o, total = shifted.view_rows(out), shifted.view_rows(lse)
         tile_out, tile_lse = (x.unflatten(0, o.shape[:2]) for x in (tile_out[..., :size], tile_lse))
@@ -278,7 +264,7 @@ def _backward_chunks(
 ) -> None:
     """Add dq, dk and dv of a batch of rectangles, from the merged gradient, output and log-sum-exp."""
     grad, out, lse = (batch.view_rows(x).flatten(0, 1) for x in outputs)
-    parts = _backward_tile(tile, _pad(grad, tile.q.shape[-1]), _pad(out, tile.q.shape[-1]), lse)
+    parts = backward_tile(tile, _pad(grad, tile.q.shape[-1]), _pad(out, tile.q.shape[-1]), lse)
     views = batch.view_rows(gradients[0]), batch.view_columns(gradients[1]), batch.view_columns(gradients[2])
     for view, part in zip(views, parts, strict=True):
         view.add_(part[..., : view.shape[-1]].unflatten(0, view.shape[:2]))
@@ -324,81 +310,3 @@ def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice
     if bias is not None:
         mask.copy_(bias)
     return mask.masked_fill_(~visible, -torch.inf)
-
-
-def _forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
-    q, k, v, bias, band, scale = tile
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
-        )
-    if _takes_cudnn(tile):
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
-        return out, lse.reshape(q.shape[:-1])
-    if _tile_takes_flash(tile):
-        out, lse, *_ = aten._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, False, False,
-            scale=scale, **_window_sizes(band),
-        )  # fmt: skip
-        return out.transpose(1, 2), lse
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _expand_mask(bias, q, k), True, 0.0, band.causal, scale=scale
-    )
-    return out, lse[..., : q.shape[2]]
-
-
-def _backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, bias, band, scale = tile
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.contiguous(), 0.0, band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
-        )
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    if _takes_cudnn(tile):
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None,
-            q.shape[2], k.shape[2], 0.0, band.causal, scale=scale,
-        )  # fmt: skip
-    if _tile_takes_flash(tile):
-        grads = aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, k, v, out)), lse.contiguous(), None, None,
-            q.shape[2], k.shape[2], 0.0, False, seed, seed, scale=scale, **_window_sizes(band),
-        )  # fmt: skip
-        return tuple(x.transpose(1, 2) for x in grads)
-    # that kernel keeps its log-sum-exp in rows of 32, and reads outputs as (batch, queries, heads, size) whatever their
-    # strides say
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)
-    grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _expand_mask(bias, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], band.causal,
-        scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _takes_cudnn(tile: Tile) -> bool:
-    """Return whether cuDNN takes a tile, the fastest since Hopper; not for one query, as it plans each length anew."""
-    q, k, band = tile.q, tile.k, tile.band
-    known = tile.bias is None and (band.full or band.causal) and min(q.shape[2], k.shape[2]) > 1
-    return known and q.dtype != torch.float32 and _cudnn_takes(q.shape[-1], cuda_capability_major(q.device))
-
-
-def _cudnn_takes(size: int, capability: int) -> bool:
-    """Return whether PyTorch itself would call cuDNN with vectors of this size."""
-    max_size = 256 if capability == 9 and CUDNN >= 91000 else 128
-    return capability >= 9 and torch.version.hip is None and size % 8 == 0 and size <= max_size
-
-
-def _tile_takes_flash(tile: Tile) -> bool:
-    half = tile.bias is None and tile.q.dtype != torch.float32 and tile.q.shape[-1] % 8 == 0
-    return half and cuda_capability_major(tile.q.device) >= 8
-
-
-def _window_sizes(band: Band) -> dict[str, int]:
-    """Return FlashAttention's window, -1 for no bound."""
-    left, right = (-1 if side == inf else int(side) for side in (band.left, band.right))
-    return {"window_size_left": left, "window_size_right": right}
-
-
-def _expand_mask(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
