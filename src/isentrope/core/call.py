@@ -152,7 +152,7 @@ class AttentionCall:
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
 
     def _find_seen_keys(self, branch: RotatedBranch) -> slice | None:
-        """Return the keys that a few queries see in a branch, where that is at most half of all, as near keys in decoding.
+        """Return the keys that a few queries see in a branch, where they are at most half: near keys when decoding.
 
         The others need no rotation.
         """
