@@ -35,8 +35,8 @@ MAX_LAYOUT_VALUES = 16
 # Built calls of one layout and position method, as many as a model has layers, and the largest τ kept with one.
 MAX_BUILT_CALLS = 256
 MAX_TAU_ELEMENTS = 1 << 20
-# Backends chosen for one built call, by what differs between its uses: batch, key heads, memory order, gradients. A
-# choice takes 0.2 of the 3.5 s that a profiler gives to a thousand calls of one query on a CPU.
+# Backends chosen for one built call, by what differs between its uses: batch, key heads, memory order, gradients,
+# switches. A choice asks every backend in turn, in Python, at each layer of each decoded token.
 MAX_CHOSEN_BACKENDS = 16
 # Tables of laws for one query a row, at most 1 MiB each in fp32: 28 operations of a decoding step become 4. Laws may
 # differ from layer to layer, and a layer has two: with fewer tables than laws each would be computed at every step.

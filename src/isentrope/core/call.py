@@ -157,6 +157,8 @@ class AttentionCall:
         The others need no rotation.
         """
         layout, angles = self.layout, branch.key_angles
+        if self.k.device.type != "cpu":  # the kernels of a GPU rotate near keys alone themselves
+            return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.normalise or not layout.banded:
             return None
         few = layout.queries <= MAX_FEW_QUERIES and angles is not None and angles[0].shape[2] == layout.keys

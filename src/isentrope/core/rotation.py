@@ -162,7 +162,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
     if _rotates_into_place(x, cos, interleaved):
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # in place of four more tensors of half the size
+        # in place of four more tensors of half the size; every product is rounded, as in models, unlike `addcmul_`'s
+        out = torch.empty(x.shape, dtype=x.dtype)
         torch.mul(a, cos, out=out[..., :pairs]).sub_(b * sin)
         torch.mul(b, cos, out=out[..., pairs:]).add_(a * sin)
         return out
