@@ -14,12 +14,12 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # recipe: most operations of a prompt and of one query, views included
 LIMITS = {
     "infoscale:train_length=16": (4, 4),
-    "rope+infoscale:train_length=16": (18, 18),
-    "rerope:window=16": (41, 40),
-    "rerope:window=16+infoscale:train_length=16": (45, 44),
-    "selfextend:window=16,group=4": (48, 47),
-    "rope+window:size=16": (21, 20),
-    "rope+sink:sinks=2,size=16": (49, 33),
+    "rope+infoscale:train_length=16": (22, 22),
+    "rerope:window=16": (47, 52),
+    "rerope:window=16+infoscale:train_length=16": (51, 56),
+    "selfextend:window=16,group=4": (56, 61),
+    "rope+window:size=16": (25, 30),
+    "rope+sink:sinks=2,size=16": (53, 37),
 }
 
 
@@ -46,7 +46,7 @@ def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):
         model = ise.extend(host.make_model(), "rerope:window=32+infoscale")
         with torch.no_grad():
             counts.append(host.count_operations(host.read_token(model)))
-    assert (counts[1] - counts[0]) / 2 <= 125
+    assert (counts[1] - counts[0]) / 2 <= 133
 
 
 def test_the_backend_is_chosen_once(monkeypatch):

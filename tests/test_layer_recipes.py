@@ -17,6 +17,7 @@ from isentrope.calibration.config import CalibrationConfig
 from isentrope.evaluation.ranking import forgets
 from isentrope.evaluation.recipe_texts import pair_with_untempered
 from isentrope.experiments.masked_plan import _expand_methods
+from isentrope.experiments.plan_schema import Method
 from isentrope.models.gau.config import build_gau_recipe
 from isentrope.recipe.layer_sets import LayerSet
 from isentrope.recipe.layers import add_parts
@@ -185,7 +186,8 @@ def test_one_call_takes_the_recipe_of_one_layer():
 def test_parts_are_added_to_every_layer():
     assert add_parts("rope", ["cosine:alpha=4"]) == "rope+cosine:alpha=4"
     assert add_parts("layers:0=rope;1-=nope", ["logn", "cosine"]) == "layers:0=rope+logn+cosine;1-=nope+logn+cosine"
-    rows = _expand_methods("plan", [{"method": "m", "recipe": "layers:0=rope;*=nope", "cosine": "c"}], ["C.S."])
+    entry = Method(method="m", recipe="layers:0=rope;*=nope", cosine="c")
+    rows = _expand_methods("plan", [entry], ("C.S.",))
     assert rows[0].recipe == "layers:0=rope+cosine:alpha=128;*=nope+cosine:alpha=128"
     config = build_config("train", None, 4.0, recipe="layers:0=rope;*=nope")
     assert config.recipe == "layers:0=rope+cosine:alpha=4;*=nope+cosine:alpha=4"

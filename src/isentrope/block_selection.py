@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
 from isentrope.builder import Inputs, build_call
-from isentrope.core.caching import get_constant
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import ChosenBlocks, QueryGroups
 from isentrope.core.compile import can_run_triton
@@ -135,13 +134,9 @@ def _find_largest(scores: Tensor, count: int) -> Tensor:
     width = scores.shape[-1]
     # bits of floats that are not negative are ordered like them, and places make all numbers different
     bits = scores.float().contiguous().view(torch.int32).to(torch.int64)
-    places = get_constant(_count_down, scores.device, width)
+    places = torch.arange(width - 1, -1, -1, device=scores.device)
     largest: Tensor = (bits * (1 << 31) + places).topk(count, -1).indices
     return largest
-
-
-def _count_down(count: int) -> Tensor:
-    return torch.arange(count - 1, -1, -1)
 
 
 class _Representatives:

@@ -21,6 +21,7 @@ from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CHOSEN_BACKENDS
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
+from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.switches import list_switches
@@ -118,7 +119,8 @@ def _make_choice_key(call: AttentionCall) -> tuple[Any, ...]:
     """Return what the choice depends on besides the layout, the branches and the heads, size and dtype of q."""
     q, k, v = call.q, call.k, call.v
     contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return q.shape[0], k.shape[1], v.shape[3], contiguous, call.needs_grad, call.dropout is None, list_switches()
+    state = call.needs_grad, call.dropout is None, values_are_readable(q), list_switches()
+    return q.shape[0], k.shape[1], v.shape[3], contiguous, *state
 
 
 def choose_uncompiled(q: Tensor) -> str:

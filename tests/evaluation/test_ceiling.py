@@ -160,4 +160,6 @@ def test_the_command(letters, tmp_path, monkeypatch):
     skipped = CliRunner().invoke(app, [*words.split(), "--out", str(tmp_path / "skipped"), "--no-ceiling"])
     assert skipped.exit_code == 0 and "plain at" not in skipped.output
     assert_one_line(CliRunner().invoke(app, [*words.split(), "--filler", "essays"]), "filler: expected one of")
-    assert_one_line(CliRunner().invoke(app, [*words.split(), "--tasks", "rules"]), "or of the groups ruler")
+    assert_one_line(
+        CliRunner().invoke(app, [*words.split(), "--tasks", "rules"]), "unknown 'rules'; did you mean 'ruler'?"
+    )

@@ -391,4 +391,4 @@ def test_the_command(letters, tmp_path, monkeypatch):
     broken = CliRunner().invoke(app, [*words.split()[:-1], str(tmp_path / "broken")])
     assert broken.exit_code == 1 and "6 cells failed" in broken.output
     refused = CliRunner().invoke(app, [*words.split(), "--tasks", "passkeys"])
-    assert refused.exit_code == 2 and "tasks: expected some of" in refused.output
+    assert refused.exit_code == 2 and "unknown 'passkeys'; did you mean 'passkey'?" in refused.output

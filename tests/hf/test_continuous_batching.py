@@ -106,6 +106,21 @@ def test_a_manager_is_kept():
     assert served[0] == served[1] == generate_alone(model, PROMPTS, 3)
 
 
+def test_a_kept_manager_ends_with_its_recipe():
+    model = extended(RECIPE)
+    generation, config = make_configs(3)
+    model.generate_batch(PROMPTS, generation, config, persistent_manager=True)
+    ise.restore(model)
+    assert getattr(model, "_cached_continuous_batching_manager", None) is None
+    ise.extend(model, "infoscale:train_length=16")
+    results = model.generate_batch(PROMPTS, generation, config, persistent_manager=True)
+    assert [result.generated_tokens for result in results.values()] == generate_alone(model, PROMPTS, 3)
+    ise.restore(model)
+    ise.extend(model, "ntk:factor=4,dynamic=true")
+    with pytest.raises(ValueError, match="reads a text by its whole length"):
+        model.generate_batch(PROMPTS, generation, config, persistent_manager=True)
+
+
 def test_a_cancelled_request_leaves_nothing_behind():
     model = extended(RECIPE)
     generation, config = make_configs(200, allow_block_sharing=False)

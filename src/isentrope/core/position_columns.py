@@ -72,7 +72,7 @@ def takes_columns(call: AttentionCall) -> bool:
 
 def _find_reach(layout: Layout) -> int | None:
     """Return a bound of |positions|, None where they cannot be read."""
-    if layout.implicit:
+    if layout.plain:
         return layout.keys
     if not values_are_readable(layout.key):
         return None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
 from isentrope.core.compile import can_run_triton, maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
@@ -69,8 +68,6 @@ def rotate_and_scale(
         differentiated = (x.requires_grad and torch.is_grad_enabled()) or _is_transformed()
         run = RotateAndScale.apply if differentiated else _launch
         return run(x, cos, sin, tau, normalise)
-    if cos is not None and not normalise and _rotates_in_place(x, cos, tau, interleaved):
-        return _rotate_on_cpu(x, cos, sin, tau)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = maybe_compile(_rotate_and_scale, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
@@ -99,27 +96,6 @@ def _launch(
     from isentrope.core.rotation_kernel import launch  # Triton may not be installed
 
     return launch(x, cos, sin, tau, normalise, inverse)
-
-
-def _rotates_in_place(x: Tensor, cos: Tensor, tau: Tensor | None, interleaved: bool) -> bool:
-    """Return whether `_rotate_on_cpu` takes this: wide floats on a CPU in half layout, nothing differentiated."""
-    if torch.compiler.is_compiling() or interleaved or x.device.type != "cpu" or x.dtype != cos.dtype:
-        return False
-    if type(x) not in (Tensor, Parameter) or _is_transformed():
-        return False
-    return not torch.is_grad_enabled() or not any(part is not None and part.requires_grad for part in (x, cos, tau))
-
-
-def _rotate_on_cpu(x: Tensor, cos: Tensor, sin: Any, tau: Tensor | None) -> Tensor:
-    """Do what `_rotate_and_scale` does without intermediate tensors, which a CPU would allocate page by page."""
-    pairs = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
-    (a, b), (first, second) = (x.split(pairs, -1)[:2] for x in (x, out))
-    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=second).addcmul_(a, sin)
-    if x.shape[-1] > 2 * pairs:
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
-    return out if tau is None else out.mul_(tau[..., None])
 
 
 class RotateAndScale(torch.autograd.Function):
@@ -159,26 +135,36 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     Pairs stay where they are in both layouts, so that an operand left unrotated needs no permutation.
     """
     pairs = cos.shape[-1]
+    if _rotates_in_place(x, cos, interleaved):
+        return _rotate_in_place(x, cos, sin)
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
-    if _rotates_into_place(x, cos, interleaved):
-        # in place of four more tensors of half the size; every product is rounded, as in models, unlike `addcmul_`'s
-        out = torch.empty(x.shape, dtype=x.dtype)
-        torch.mul(a, cos, out=out[..., :pairs]).sub_(b * sin)
-        torch.mul(b, cos, out=out[..., pairs:]).add_(a * sin)
-        return out
     rotated = a * cos - b * sin, b * cos + a * sin
     head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return torch.cat((head, rest), -1) if rest.shape[-1] else head
 
 
-def _rotates_into_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
-    """Return whether both halves of whole vectors on a CPU may be written where they belong: no gradient, no graph."""
-    if interleaved or torch.is_grad_enabled() or torch.compiler.is_compiling() or x.device.type != "cpu":
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Do what `rotate` does, to the last bit, with fewer intermediate tensors: a CPU would allocate them by pages."""
+    pairs = cos.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype)
+    (a, b), (first, second) = (y.split(pairs, -1)[:2] for y in (x, out))
+    torch.mul(a, cos, out=first).sub_(b * sin)
+    torch.mul(b, cos, out=second).add_(a * sin)
+    if x.shape[-1] > 2 * pairs:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    return out
+
+
+def _rotates_in_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
+    """Return whether both halves may be written where they belong: on a CPU, nothing differentiated or traced."""
+    if interleaved or torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype != cos.dtype:
         return False
-    plain = type(x) is Tensor and type(cos) is Tensor and x.dtype == cos.dtype and not _is_transformed()
-    fits = x.dim() == cos.dim() and all(n in (1, m) for m, n in zip(x.shape[:-1], cos.shape[:-1], strict=True))
-    return plain and fits and 2 * cos.shape[-1] == x.shape[-1]
+    if type(x) is not Tensor or type(cos) is not Tensor or _is_transformed():
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad):
+        return False
+    return x.dim() == cos.dim() and all(n in (1, m) for m, n in zip(x.shape[:-1], cos.shape[:-1], strict=True))
 
 
 def normalise_vectors(x: Tensor) -> Tensor:

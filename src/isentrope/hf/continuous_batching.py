@@ -55,7 +55,7 @@ class _InitBatching:
     ) -> ContinuousBatchingManager:
         model: Any = self.model()
         kept = getattr(model, _MANAGER, None)
-        if isinstance(kept, ContinuousBatchingManager):
+        if isinstance(kept, ExtendedBatchingManager):
             return kept
         generation_config = generation_config or model.generation_config
         if generation_config.eos_token_id is None:
@@ -68,13 +68,21 @@ class _InitBatching:
 
 def enable_continuous_batching(model: PreTrainedModel) -> None:
     """Let an extended model be served by continuous batching, where its class can be."""
+    _drop_manager(model)
     if hasattr(type(model), _INIT):
         model.__dict__[_INIT] = _InitBatching(model)
 
 
 def disable_continuous_batching(model: PreTrainedModel) -> None:
     """Undo `enable_continuous_batching`."""
+    _drop_manager(model)
     model.__dict__.pop(_INIT, None)
+
+
+def _drop_manager(model: PreTrainedModel) -> None:
+    """Destroy a manager that was kept: its pages were filled under another attention."""
+    if getattr(model, _MANAGER, None) is not None:
+        model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
 
 def check_servable(model: nn.Module) -> None:

@@ -125,14 +125,25 @@ def set_parallel(model: nn.Module, parallel: SequenceParallel) -> None:
     extension = get_extension(model)
     for info in extension.layers:
         get_layer(info.module).parallel = parallel
-    base = find_model(model).base_model
-    extension.handles.append(base.register_forward_pre_hook(_note_shard, with_kwargs=True))
+    inner = find_model(model)
+    extension.handles.append(inner.base_model.register_forward_pre_hook(_note_shard, with_kwargs=True))
+    extension.handles.append(inner.register_forward_pre_hook(_check_shard_labels, with_kwargs=True))
 
 
 def _note_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A hook on a model whose sequences processes share: notice a mask that does not arrive."""
     layer = next(layer for layer in module.modules() if isinstance(layer, Layer))
     layer.layouts.sharded = is_shard_mask(kwargs.get("attention_mask"))
+
+
+def _check_shard_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """A hook on a model whose sequences processes share: refuse losses that are no sum over processes."""
+    kind = getattr(module, "loss_type", None)
+    if kwargs.get("labels") is not None and is_shard_mask(kwargs.get("attention_mask")) and kind != "ForCausalLM":
+        raise ValueError(
+            f"labels: expected a causal language model, whose loss processes share exactly, got "
+            f"{type(module).__name__}; leave labels out, and compute the loss from the gathered logits"
+        )
 
 
 def extend_checked(

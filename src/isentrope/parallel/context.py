@@ -164,9 +164,14 @@ class SequenceParallel:
 
         Returns:
             The logits of the next token, (batch, vocabulary), and the cache: None in processes that do not generate.
+
+        Raises:
+            ValueError: a row is padded on the right.
         """
         from transformers import DynamicCache
 
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError("attention_mask: expected rows that end with a token, got padding there; pad on the left")
         # without a config no layer drops the beginning of this process's part
         own, config = DynamicCache(), model.config.get_text_config(decoder=True)
         # as `generate` counts them: the cache may hold keys that the model has rotated

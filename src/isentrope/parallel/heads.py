@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isentrope.positions import Branch, Lengths, Position
 from isentrope.share import Share
@@ -56,7 +56,11 @@ class HeadwisePosition(Position):
 def has_heads(law: Any, head_dim: int) -> bool:
     """Return whether a law has a temperature for each head."""
     # of laws of the entropy or the distance no head has values of its own
-    return hasattr(law, "scale") and law.scale(torch.full((1, 1, 1), 1 << 20), head_dim).shape[-2] > 1
+    if not hasattr(law, "scale"):
+        return False
+    weights = law.parameters() if isinstance(law, nn.Module) else iter(())
+    device = next((weight.device for weight in weights), None)
+    return bool(law.scale(torch.full((1, 1, 1), 1 << 20, device=device), head_dim).shape[-2] > 1)
 
 
 def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:

@@ -175,7 +175,7 @@ def _differentiate(
         call = blank_padding(partwise.build(leaves[0], leaves[1], leaves[2], *slots))
         chosen = choose_backend(call, partwise.options.backend)
         backend = chosen if isinstance(chosen, MergedBackend) else CHUNKED
-        branches = [part for branch in call.fold() for part in branch.split_spans()]
+        branches = [part for branch in backend.list_branches(call) for part in branch.split_spans()]
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.no_grad():

@@ -117,8 +117,8 @@ class BandBackend(SDPABackend):
 
     def _forward_far(self, call: AttentionCall, plan: BandPlan, branch: RotatedBranch) -> PartialOutput:
         """Compute the far keys, a triangle and perhaps a rectangle before it, with SDPA's kernels."""
-        folded = call.fold_branch(replace(branch, region=Region((plan.far_span,))))
-        triangle = self.forward_branch(folded)
+        folded = call.fold_branch(branch)  # with all keys of both parts
+        triangle = self.forward_branch(replace(folded, region=Region((plan.far_span,))))
         if plan.far_rectangle is None:
             return add_offset(triangle, branch.offset)
         from isentrope.backends.merge_kernel import launch
