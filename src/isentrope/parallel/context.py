@@ -141,10 +141,14 @@ class SequenceParallel:
 
         DDP and FSDP average gradients over their processes themselves: there, multiply the loss by `size` instead.
         """
-        for weight in model.parameters():
-            if weight.requires_grad:
-                grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                weight.grad = self.processes.sum(grad)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if not weights:
+            return
+        own = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int64, device=weights[0].device)
+        # a weight that no process has used stays without gradient, or an optimizer would decay it
+        for weight, used in zip(weights, self.processes.sum(own).tolist(), strict=True):
+            if used:
+                weight.grad = self.processes.sum(torch.zeros_like(weight) if weight.grad is None else weight.grad)
 
     @torch.no_grad()
     def prefill(
@@ -235,7 +239,7 @@ class SequenceParallel:
                 f"context parallel: expected position_ids 0, 1, 2 … spread over {self.size} processes in the layout "
                 f"{self.layout!r}, got others; leave torch's context_parallel out, and pass what shard() gives"
             )
-        return ShardedRows(split, self.rank, key.shape[0], RowTable(split.length), new_layouts())
+        return ShardedRows(split, self.rank, key.shape[0], RowTable(split.length), new_layouts(self.size))
 
     def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         """Return the output of this process's queries, and their log-sum-exp if it is needed."""

@@ -18,7 +18,7 @@ from isentrope.parallel.split import Ranges, Split, fetch
 COLUMNS = 6  # origin, end, slot, position, length of the whole, flags
 FRAMED, JUMPING = 1, 2  # flags: rows are padded or packed; positions do not count from the beginning of a frame
 MAX_SLOT = (1 << 31) - 1
-MAX_PASS_LAYOUTS = 16  # of one forward pass: two chunks, as many kinds of layers, and parts of a ring
+LAYOUTS_PER_PROCESS = 8  # of one forward pass: two chunks by two parts of each process in a ring, two kinds of layers
 
 
 def make_table(batch: int, length: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> RowTable:
@@ -128,9 +128,9 @@ def read_rows(mask: Tensor, processes: Processes, zigzag: bool) -> ShardedRows:
         frames = (whole[..., 0], whole[..., 1]) if flags & FRAMED else None
         positions = whole[..., 3] if flags & JUMPING else None
     table = RowTable(length, frames, positions)
-    return ShardedRows(split, processes.rank, mask.shape[0], table, new_layouts())
+    return ShardedRows(split, processes.rank, mask.shape[0], table, new_layouts(processes.size))
 
 
-def new_layouts() -> LRUCache[tuple[object, ...], Layout]:
+def new_layouts(processes: int) -> LRUCache[tuple[object, ...], Layout]:
     """Return an empty cache for the layouts of a forward pass."""
-    return LRUCache(MAX_PASS_LAYOUTS)
+    return LRUCache(LAYOUTS_PER_PROCESS * (1 + processes))
