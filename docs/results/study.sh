@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that docs/results/README.md has and lacks, in order of worth. What is done is kept: run again, it goes on.
+# Everything that docs/results/README.md has and lacks, in order of worth. What is done is kept: run again, it resumes.
 #
 #   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
 #
