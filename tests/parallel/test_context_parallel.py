@@ -74,5 +74,5 @@ def test_the_example():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run([*command, str(EXAMPLE)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    losses = re.findall(r"loss of all (\S+)", result.stdout)
+    losses = re.findall(r"loss of all (\d+\.\d{6})", result.stdout)
     assert len(losses) == 2 and losses[0] == losses[1] and "generated: [" in result.stdout

@@ -17,6 +17,7 @@ from isentrope.parallel.key_parts import Options
 from tests.contract.matrix import Setting, build
 
 TOLERANCE = 1e-5  # of fp32, relative to the largest value
+MAX_ROUNDING, EXACT_TOLERANCE = 5e-5, 1e-10  # where fp32 adds in another order; of the same in fp64
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ def attend_alone(qkv, recipe, case, mask, positions):
     return ise.attention(*qkv, recipe, causal=case.causal, **options)
 
 
-def compare(case, make_parallel):
+def compare(case, make_parallel, dtype=torch.float32):
     """Run a case in this and the other processes; return the largest error of output and gradients, relative."""
     setting = Setting(case.length, case.length, d=16, dv=16)
     torch.manual_seed(0)  # some learned parts begin at random
     recipe = case.recipe(setting)
-    qkv = [x.requires_grad_() for x in setting.tensors(torch.float32)]
+    for part in recipe.learned:
+        part.to(dtype)
+    qkv = [x.requires_grad_() for x in setting.tensors(dtype)]
     learned = [weight for part in recipe.learned for weight in part.parameters()]
     mask, positions = arrange(case.rows, 2, case.length)
     real = torch.ones(2, case.length) if mask is None else mask.float()
@@ -96,7 +99,9 @@ def compare(case, make_parallel):
     actual += [parallel.gather(x, 2) for x in grads[:3]]
     actual += [parallel.sum(torch.zeros_like(w) if x is None else x) for x, w in zip(grads[3:], learned, strict=True)]
     errors = [(a - b).abs().max() / b.abs().max().clamp_min(1e-6) for a, b in zip(actual, wanted, strict=True)]
-    return torch.stack(errors).max().item()
+    largest = torch.stack(errors).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)  # so that all processes decide alike
+    return largest.item()
 
 
 def context_parallel(case):
@@ -125,6 +130,10 @@ def run_cases(rank, folder, size, cases, make_parallel):
         except Exception:
             failures.append(f"{case}: {traceback.format_exc(limit=-3)}")
             break  # the others may wait for this process
+        # CLEX solves an equation with weights whose gradients are sums that nearly cancel: in fp64 nothing is left
+        if case.position.startswith("clex") and TOLERANCE <= error < MAX_ROUNDING:
+            exact = compare(case, make_parallel, torch.float64)
+            error = 0.0 if exact < EXACT_TOLERANCE else exact
         if not error < TOLERANCE:
             failures.append(f"{case}: {error:.2e}")
     assert not failures, "\n".join([f"{len(failures)} of {len(cases)}", *failures[:20]])
