@@ -283,4 +283,8 @@ def summarize(results: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except (OSError, ValueError) as error:  # a wrong option or file, whose message says what to do
+        print(error, file=sys.stderr)
+        sys.exit(2)
