@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from inputs import PLAIN, Inputs
-from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, times, upper_half
+from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, rates, times, upper_half
 from methods import ALIBI, Method, branched, chunked, folded, mapped, million, windowed, with_far_law
 
 import isentrope as ise
@@ -44,7 +44,6 @@ def attention(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     planned.append((methods["CosScale"], (size.short, size.middle), 1.05))
     planned += [(m, (size.middle, size.long), 1.12) for window in size.windows for m in branched(window)]
     planned += [(m, (size.middle, size.long), 1.12) for m in chunked(size.windows[-1])]
-    planned.append((ALIBI, (size.middle, size.long), None))
     planned += [(m, (size.middle, size.long), 1.12) for m in mapped(size.windows[0])]
     for n in every:
         for method, lengths, target in planned:
@@ -91,18 +90,6 @@ def _growth(size: Sizes, done: dict[int, float]) -> Row:
             "target": 4.3 if size.long == 4 * size.middle else None}  # fmt: skip
 
 
-def entropy(size: Sizes, inputs: Inputs) -> Iterator[Job]:
-    """What return_entropy costs, against the same call without."""
-    for method in (folded(size)["InfoScale"], branched(size.windows[0])[0]):
-        yield Job("entropy", method.name, size.middle, partial(_entropy, size, inputs, method))
-
-
-def _entropy(size: Sizes, inputs: Inputs, method: Method) -> Row:
-    at = inputs.at(size.middle)
-    call = at.call(method, return_entropy=True)
-    return compared(size, call, at.call(method), "the same without entropy", 2.1, method.flops(size.middle, size))
-
-
 def share(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     """A share law and a temperature of far keys, against the same method without them."""
     for method in branched(size.windows[-1]):
@@ -121,8 +108,7 @@ def _share(size: Sizes, inputs: Inputs, changed: Method, method: Method, n: int,
 
 def backward(size: Sizes, inputs: Inputs) -> Iterator[Job]:
     """Forward and backward, against RoPE + SDPA's."""
-    near = size.windows[0]
-    for method, target in ((folded(size)["InfoScale"], 1.03), (branched(near)[0], 1.3), (chunked(near)[0], 1.3)):
+    for method, target in ((folded(size)["InfoScale"], 1.03), (chunked(size.windows[0])[0], 1.3)):
         yield Job("backward", method.name, size.short, partial(_backward, size, inputs, method, target))
 
 
@@ -197,7 +183,7 @@ def _scaling(size: Sizes, inputs: Inputs, method: Method | None, n: int, points:
         notes.append(f"{at.away(out, method):.1%} away from the reference")
     points.append((n, ms))
     note = "; ".join(notes) or None
-    return {"ms": ms, "tflops": method.flops(n, size) / ms / 1e9, "peak_bytes": extra, "note": note}
+    return {"ms": ms, **rates(ms, method.flops(n, size)), "peak_bytes": extra, "note": note}
 
 
 def _exponent(points: list[tuple[int, float]]) -> Row:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from limits import find_limit
 
 from isentrope.utils.files import write_atomically
 
@@ -20,7 +21,7 @@ Call = Callable[[], object]
 Row = dict[str, Any]
 BLANK: Row = dict.fromkeys(
     ("group", "method", "n", "ms", "baseline", "baseline_ms", "ratio", "tflops", "peak_bytes", "baseline_peak",
-     "target", "met", "cold_ms", "note")
+     "limit_ms", "of_peak", "target", "met", "cold_ms", "note")
 )  # fmt: skip
 
 
@@ -200,6 +201,21 @@ def held(result: object) -> int:
     return sum(held(part) for part in parts)
 
 
+def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A call as a graph, after a few on a side stream, and where the graph leaves its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
 def compared(
     size: Sizes, ours: Call, base: Call, baseline: str, target: float | None = None, flops: float | None = None
 ) -> Row:
@@ -207,8 +223,18 @@ def compared(
     ms, base_ms = times((ours, base), size)
     return {
         "ms": ms, "baseline": baseline, "baseline_ms": base_ms, "ratio": ms / base_ms, "target": target,
-        "tflops": None if flops is None else flops / ms / 1e9, "peak_bytes": peak(ours), "baseline_peak": peak(base),
+        **rates(ms, flops), "peak_bytes": peak(ours), "baseline_peak": peak(base),
     }  # fmt: skip
+
+
+def rates(ms: float, flops: float | None, moved_bytes: float | None = None) -> Row:
+    """TFLOP/s, the least milliseconds the card allows, and the share of its peak that was reached."""
+    limit = find_limit(flops, moved_bytes)
+    return {
+        "tflops": None if flops is None else flops / ms / 1e9,
+        "limit_ms": limit,
+        "of_peak": None if limit is None else limit / ms,
+    }
 
 
 def upper_half(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from measure import Call, Job, Row, Sizes, compared, gpu_times
+from measure import Call, Job, Row, Sizes, captured, compared, gpu_times
 from methods import branched, chunked, mapped, with_far_law
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
@@ -182,21 +182,6 @@ def static(model: PreTrainedModel, batch: int, n: int) -> StaticCache:
 def rewind(cache: StaticCache, n: int) -> None:
     for layer in cache.layers:
         layer.cumulative_length.fill_(n)
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A call as a graph, after a few on a side stream, and where the graph leaves its result."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 def gau(size: Sizes) -> Iterator[Job]:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from limits import find_peak
 from matplotlib.figure import Figure
 from measure import exponent
 
 from isentrope.report.figures.style import COLOURS, DASHES, DOTS, GREY, INK, RC_PARAMS, save_figure
 
-# dense bf16 FLOP a second, bytes a second
-CARDS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}
 MARKERS = "osD^vPX"
 MET, MISSED = "#228833", "#EE6677"
 
@@ -86,12 +85,11 @@ def short(n: int) -> str:
 
 def roofline(data: dict[str, Any], lengths: list[int]) -> list[float] | None:
     """Milliseconds of a causal triangle's FLOPs or of reading q, k, v and writing o, whichever takes longer."""
-    known = next((peaks for card, peaks in CARDS.items() if card in data["provenance"]["hardware"]), None)
-    if known is None:
+    peak = find_peak(data["provenance"]["hardware"])
+    if peak is None:
         return None
-    flops, bandwidth = known
     width = data["sizes"]["heads"] * data["sizes"]["size"]
-    return [1000 * max(2 * n * n * width / flops, 4 * n * width * 2 / bandwidth) for n in lengths]
+    return [1000 * max(2 * n * n * width / peak.flops, 4 * n * width * 2 / peak.bandwidth) for n in lengths]
 
 
 def targets(data: dict[str, Any]) -> Figure | None:

@@ -4,8 +4,9 @@
 
 On a GPU bf16, batch 1, 32 heads, d = 128, causal; on a CPU fp32, 4 heads, d = 64 and short lengths, without targets.
 Times are medians of warm calls, every method taking turns with its baseline, so that a clock that drifts moves both
-sides of a ratio. "cold" is a call whose geometry is built anew. Peaks are above inputs and outputs. The file is written
-anew after every row. A row that fails says why, and the run goes on.
+sides of a ratio. "cold" is a call whose geometry is built anew. "of peak" is the least time that the card's data sheet
+allows, by operations or bytes, divided by the time. "peak MiB" is above inputs and outputs. The file is written anew
+after every row. A row that fails says why, and the run goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import cases
 import retrieve
-import switched
+import targets
 import torch
 from measure import BLANK, Job, Row, Sizes, save, sizes
 from rich.console import Console
@@ -36,8 +37,8 @@ from isentrope.utils.provenance import collect_provenance
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
 GROUPS = (
-    "attention", "window", "share", "retrieve", "entropy", "backward", "memory", "scaling", "decoding", "gau",
-    "compilation", "switched",
+    "targets", "attention", "window", "share", "retrieve", "backward", "memory", "scaling", "decoding", "gau",
+    "compilation", "others",
 )  # fmt: skip
 
 
@@ -82,9 +83,13 @@ def groups(size: Sizes, names: list[str], model: str | None = None, gguf_file: s
         if name == "retrieve":
             inputs.free()
             return retrieve.retrieve(size)
-        if name == "switched":
+        if name == "targets":
             inputs.free()
-            return switched.switched(size)
+            return targets.targets(size)
+        if name == "others":
+            import others
+
+            return others.others(size, inputs)
         return getattr(cases, name)(size, inputs)
 
     return [lambda name=name: of(name) for name in names]  # type: ignore[misc]
@@ -153,7 +158,7 @@ def heading() -> Table:
     table = Table(title=f"isentrope on {'a GPU' if torch.cuda.is_available() else 'a CPU'}", title_justify="left")
     for name, justify in (
         ("group", "left"), ("what", "left"), ("n", "right"), ("ms", "right"), ("TFLOP/s", "right"), ("ratio", "right"),
-        ("to", "left"), ("peak MiB", "right"), ("target", "right"), ("met", "left"), ("note", "left"),
+        ("to", "left"), ("of peak", "right"), ("peak MiB", "right"), ("target", "right"), ("met", "left"), ("note", "left"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
     return table
@@ -169,7 +174,7 @@ def cells(row: Row) -> list[str]:
     note = f"[red]{escape(row['failed'])}[/]" if "failed" in row else "; ".join(x for x in notes if x)
     return [
         row["group"], row["method"], f"{row['n']:,}", number(row["ms"], ".2f"), number(row["tflops"], ".3g"),
-        number(row["ratio"], ".3f"), row["baseline"] or "", number(peak, ",.0f"),
+        number(row["ratio"], ".3f"), row["baseline"] or "", number(row["of_peak"], ".0%"), number(peak, ",.0f"),
         "" if row["target"] is None else f"≤ {row['target']:.3g}", met, note,
     ]  # fmt: skip
 
@@ -179,6 +184,7 @@ def line(row: Row) -> str:
     facts = [f"{row['group']:12} {row['method']:40} n={row['n']}"]
     facts += [f"{row[key]:{form}} {unit}" for key, form, unit in (
         ("ms", ".2f", "ms"), ("tflops", ".3g", "TFLOP/s"), ("ratio", ".3f", "×"),
+        ("of_peak", ".0%", "of peak"),
     ) if row[key] is not None]  # fmt: skip
     facts += [row["baseline"] or "", {None: "", True: "met", False: "MISSED"}[row["met"]], row["note"] or ""]
     return "  ".join(x for x in [*facts, f"failed: {row['failed']}" if "failed" in row else ""] if x)

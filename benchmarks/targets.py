@@ -1,0 +1,415 @@
+"""Rows with targets: short inputs, decoding, entropy, backward, padded and packed rows, chunks, both directions.
+
+A call that kernels behind switches (`isentrope/core/switches.py`) may speed up is measured without and with them, the
+two and their baseline taking turns, as two rows: one run decides every switch. Both must give the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import first_calls
+import torch
+from inputs import AWAY, PLAIN, rope_for
+from limits import find_limit
+from measure import Call, Job, Row, Sizes, captured, rates, times
+from methods import ALIBI, branched, folded, windowed, with_far_law
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import isentrope as ise
+from isentrope.core import switches
+from isentrope.core.caching import clear_caches
+from isentrope.core.layout import Layout, Rows
+
+BACKWARD_FLOPS = 3.5  # of forward and backward together, in forwards
+MIN_BANDWIDTH_SHARE = 0.7  # of the card's, when one query reads a cache
+CALLS_IN_GRAPH = 10  # of one decoded query, which takes less than launching it
+CAUSAL, BOTH = {"causal": True}, {"causal": False}
+Build = Callable[["Case", "Tensors"], tuple[Call, str]]
+
+
+class Shape(NamedTuple):
+    """Of q, k and v."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_size: int
+
+
+class Tensors(NamedTuple):
+    """Random q, k and v, and the gradient of the output where there is a backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_grad: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to measure.
+
+    Attributes:
+        group, method: its name in the table.
+        recipe: of the call.
+        shape: of q, k and v.
+        pairs: of a query and a key it sees, in all rows of one head; 0 where it chooses them.
+        target: the ratio to its baseline that it may have at most.
+        baseline: makes the call it is measured against, and says what that is.
+        options: of `attention`.
+        lengths: of padded rows, or of packed documents if the shape has one row.
+        grad: whether the backward is measured too.
+        switches: kernels that may speed it up.
+        default: whether it is measured without them too.
+        equal_pairs: pairs of the baseline, where it has as many tokens in equal rows.
+    """
+
+    group: str
+    method: str
+    recipe: str
+    shape: Shape
+    pairs: int
+    target: float | None
+    baseline: Build
+    options: dict[str, Any] = field(default_factory=lambda: CAUSAL)
+    lengths: tuple[int, ...] = ()
+    grad: bool = False
+    switches: tuple[str, ...] = ()
+    default: bool = True
+    equal_pairs: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.shape.batch == 1
+
+
+def targets(size: Sizes) -> Iterator[Job]:
+    """Kernels that are on first, then those behind switches, which may fail; compilation, the longest, last."""
+    for case in list_prompts(size):
+        yield from _list_jobs(size, case)
+    yield from _list_decoding(size)
+    for case in (*list_switched(size), *list_rows(size), *list_bidirectional(size), *list_retrieve(size)):
+        yield from _list_jobs(size, case)
+    clear_caches(keep_compiled=True)
+    yield from first_calls.list_jobs(size)
+
+
+def count_pairs(queries: int, keys: int, causal: bool = True, window: int | None = None, sinks: int = 0) -> int:
+    """Count the pairs of a query and a key that a row leaves, the last query being at the last key."""
+    if not causal:
+        reach = keys - 1 if window is None else min(window, keys - 1)
+        return queries * (2 * reach + 1) - reach * (reach + 1)
+    if window is None:
+        return queries * keys - queries * (queries - 1) // 2
+    seen = min(keys, window + sinks)
+    return seen * queries - seen * (seen - 1) // 2
+
+
+def list_prompts(size: Sizes) -> Iterator[Case]:
+    """Prompts of whole rows, on kernels that are on."""
+    near, wide = size.windows
+    two, wide_two = (branched(window)[0::2] for window in (near, wide))  # ReRoPE and SelfExtend
+    planned = [(size.short // 4, method, 1.15) for method in two]
+    planned.append((size.short // 4, folded(size)["CosScale"], 1.03))
+    planned.append((size.short // 4, windowed(near)[2], 0.9))
+    planned += [(size.short // 2, method, 1.08) for method in (*two, *wide_two)]
+    planned += [(size.short, method, 1.05) for method in (*two, *wide_two)]
+    for n, method, target in planned:
+        pairs = count_pairs(n, n, window=method.window, sinks=method.sinks)
+        yield Case("attention", method.name, method.recipe, make_shape(size, n), pairs, target, partial(rope_sdpa, size))
+    n, shape = size.short // 2, Shape(4, 9, 3, size.short // 2, size.short // 2, 64)  # of SmolLM2-135M
+    for method in (two[0], wide_two[0]):
+        name = f"{method.name}, 4 × 9/3 heads of 64"
+        yield Case("attention", name, method.recipe, shape, 4 * count_pairs(n, n), 1.08, partial(rope_sdpa, size))
+    changed, shape = with_far_law(two[0], size.train_length), make_shape(size, size.middle)
+    pairs = count_pairs(size.middle, size.middle)
+    yield Case("share", changed.name, changed.recipe, shape, pairs, 1.005, partial(the_same, size, two[0].recipe, {}))
+
+
+def list_switched(size: Sizes) -> Iterator[Case]:
+    """Whole rows that kernels behind switches may speed up: backward, entropy, ALiBi, a chunk of a prompt."""
+    two, middle, long = branched(size.windows[0])[0], size.middle, size.long
+    shape, pairs = make_shape(size, size.short), count_pairs(size.short, size.short)
+    plain = partial(rope_sdpa, size)
+    backward = (switches.BAND_BACKWARD,)
+    yield Case("backward", two.name, two.recipe, shape, pairs, 1.12, plain, grad=True, switches=backward)
+    shape, pairs = make_shape(size, middle), count_pairs(middle, middle)
+    options = {**CAUSAL, "return_entropy": True}
+    for method in (folded(size)["InfoScale"], two):
+        base, used = partial(the_same, size, method.recipe, {"return_entropy": False}), (switches.BAND_ENTROPY,)
+        yield Case("entropy", method.name, method.recipe, shape, pairs, 1.4, base, options, switches=used)
+    columns = (switches.ALIBI_COLUMNS,)
+    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns)
+    shape, pairs = make_shape(size, long), count_pairs(long, long)
+    # without the switch it is FlexAttention, more than a second a call
+    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns, default=False)
+    queries = size.short // 4
+    shape, pairs = make_shape(size, middle, queries), count_pairs(queries, middle)
+    name, used = f"{two.name}, last {queries}", (switches.BAND_CHUNKED_PREFILL,)
+    yield Case("prefill", name, two.recipe, shape, pairs, 1.1, plain, switches=used)
+
+
+def list_rows(size: Sizes) -> Iterator[Case]:
+    """Eight rows of an eighth to the whole of a length, padded and packed, against as many tokens in equal rows."""
+    near = size.windows[0]
+    lengths = tuple(size.short * n // 16 for n in range(1, 9))
+    padded = make_shape(size, lengths[-1])._replace(batch=len(lengths))
+    packed = make_shape(size, sum(lengths))
+    for grad in (False, True):
+        for how, shape in (("padded", padded), ("packed", packed)):
+            for method in (branched(near)[0], windowed(near)[0]):
+                pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
+                name = f"{method.name}, {how}" + (", backward" if grad else "")
+                used = (switches.BAND_ROWS, *((switches.BAND_BACKWARD,) if grad else ()))
+                # FlexAttention compiles for every kind of call: once without and once with gradients is enough
+                default, base = how == "padded", partial(equal_rows, size)
+                mean = sum(lengths) // len(lengths)
+                equal = len(lengths) * count_pairs(mean, mean, window=method.window)
+                yield Case(
+                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, default, equal
+                )
+
+
+def list_bidirectional(size: Sizes) -> Iterator[Case]:
+    """Both directions, against all pairs."""
+    near = size.windows[0]
+    for head_size in sorted({64, size.size}, reverse=True):
+        for n in (size.short // 2, size.short // 4, size.short):
+            for method in (branched(near)[0], windowed(near)[0]):
+                shape = make_shape(size, n)._replace(head_size=head_size)
+                pairs = count_pairs(n, n, False, method.window)
+                default = head_size == size.size and n == size.short // 2
+                yield Case(
+                    "bidirectional", f"{method.name}, d {head_size}", method.recipe, shape, pairs, 1.1,
+                    partial(rope_sdpa, size), BOTH, switches=(switches.BAND_ROWS,), default=default,
+                )  # fmt: skip
+
+
+def list_retrieve(size: Sizes) -> Iterator[Case]:
+    """Chosen far keys by fewer launches, against the same without the switch."""
+    recipe = f"{branched(size.windows[0])[0].recipe}+retrieve"
+    for name, queries, used in (
+        ("all queries", size.middle, switches.RETRIEVE_ONE_CHUNK),
+        ("one query", 1, switches.ONE_QUERY),
+    ):
+        shape = make_shape(size, size.middle, queries)
+        base, pairs = partial(the_same, size, recipe, {}), 0
+        yield Case("retrieve", name, recipe, shape, pairs, None, base, switches=(used,), default=False)
+
+
+def make_shape(size: Sizes, keys: int, queries: int | None = None) -> Shape:
+    return Shape(1, size.heads, size.heads, queries or keys, keys, size.size)
+
+
+def _list_jobs(size: Sizes, case: Case) -> Iterator[Job]:
+    """One job that measures everything, and one that says what the switched kernels took in it."""
+    done: dict[str, Row | Exception] = {}
+    variants = list_variants(case)
+    n, (first, *others) = case.shape.keys, [case.method + (f", with {key}" if key else "") for key in variants]
+    yield Job(case.group, first, n, partial(_measure, size, case, variants, done))
+    for name, key in zip(others, list(variants)[1:], strict=True):
+        if key in done:
+            yield Job(case.group, name, n, partial(_give, done[key]), free=True)
+
+
+def list_variants(case: Case) -> dict[str, tuple[str, ...]]:
+    """Return the sets of switches that a case is measured with, by their text."""
+    variants: dict[str, tuple[str, ...]] = {"": ()} if case.default or not case.switches else {}
+    return variants | ({"+".join(case.switches): case.switches} if case.switches else {})
+
+
+def _give(result: Row | Exception) -> Row:
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _measure(
+    size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done: dict[str, Row | Exception]
+) -> Row:
+    tensors = make_tensors(size, case)
+    calls = {key: make_call(case, tensors, used) for key, used in variants.items()}
+    base, baseline = case.baseline(case, tensors)
+    done |= _find_errors(case, calls)
+    good = {key: call for key, call in calls.items() if key not in done}
+    if good:
+        *taken, base_ms = times((*good.values(), base), shorten(size))
+        flops = (BACKWARD_FLOPS if case.grad else 1) * 4.0 * case.pairs * case.shape.heads * case.shape.head_size
+        moved = sum(x.nbytes for x in tensors if x is not None) + tensors.q.nbytes
+        limits = (flops, moved) if case.pairs else (None, None)
+        for key, ms in zip(good, taken, strict=True):
+            row: Row = {"ms": ms, "baseline": baseline, "baseline_ms": base_ms, "ratio": ms / base_ms}
+            row |= {"target": case.target, **rates(ms, *limits)}
+            done[key] = row | _compare_pairs(case, row["ratio"])
+    return _give(done[next(iter(variants))])
+
+
+def _find_errors(case: Case, calls: dict[str, Call]) -> dict[str, Row | Exception]:
+    """Run every call once; return why those that fail do, or differ from the first."""
+    errors: dict[str, Row | Exception] = {}
+    expected: list[Tensor] | None = None
+    for key, call in calls.items():
+        try:
+            result = _list_tensors(call())
+            if result[0].is_cuda:
+                torch.cuda.synchronize()
+            if expected is None:
+                expected = result
+            elif not (found := _find_distance(case, result, expected)) < AWAY:
+                raise AssertionError(f"{found:.1%} away from the call without switches")
+        except Exception as error:  # whatever it is, the others are measured
+            errors[key] = error
+    return errors
+
+
+def _list_tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [x.entropy if isinstance(x, ise.Aux) else x for x in result]
+
+
+def _find_distance(case: Case, result: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference as a share of the largest entry, padded slots left out."""
+    lengths = case.lengths if case.lengths and not case.packed else (case.shape.keys,) * case.shape.batch
+    worst = 0.0
+    for x, y in zip(result, expected, strict=True):
+        for row, n in enumerate(lengths):
+            ours, theirs = (z[row, :, :n].float() for z in (x, y))
+            worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
+    return worst
+
+
+def _compare_pairs(case: Case, ratio: float) -> Row:
+    """Return what the ratio is by pairs, where the baseline has as many tokens but not as many pairs."""
+    if not case.equal_pairs:
+        return {}
+    by_pairs = ratio * case.equal_pairs / case.pairs
+    return {"ratio_by_pairs": by_pairs, "note": f"{sum(case.lengths):,} tokens; {by_pairs:.2f} by pairs"}
+
+
+def shorten(size: Sizes) -> Sizes:
+    """Return sizes with fewer repeats: there are many rows."""
+    return replace(size, seconds=min(size.seconds, 0.5), least=min(size.least, 3))
+
+
+def make_tensors(size: Sizes, case: Case) -> Tensors:
+    generator = torch.Generator(size.device).manual_seed(0)
+    options: dict[str, Any] = {"device": size.device, "dtype": size.dtype, "generator": generator}
+    batch, heads, key_heads, queries, keys, d = case.shape
+    shapes = ((batch, heads, queries, d), (batch, key_heads, keys, d), (batch, key_heads, keys, d))
+    q, k, v = (torch.randn(shape, **options).requires_grad_(case.grad) for shape in shapes)
+    out_grad = torch.randn(q.shape, **options) if case.grad else None
+    if out_grad is not None and not case.packed:
+        for row, n in enumerate(case.lengths):
+            out_grad[row, :, n:] = 0  # nobody reads the output of padding
+    return Tensors(q, k, v, out_grad)
+
+
+def make_call(case: Case, tensors: Tensors, used: tuple[str, ...], **changed: Any) -> Call:
+    """Return the call, or forward and backward, with these switches on and no others.
+
+    The layout of padded and packed rows is made beforehand: the layers of a model share one.
+    """
+    q, k, v, out_grad = tensors
+    options = {"recipe": case.recipe, **case.options, "layout": make_layout(case, q.device), **changed}
+
+    def run() -> object:
+        before = switches.set_switches(used)
+        try:
+            if out_grad is None:
+                with torch.no_grad():
+                    return ise.attention(q, k, v, **options)
+            return torch.autograd.grad(ise.attention(q, k, v, **options), (q, k, v), out_grad)
+        finally:
+            switches.set_switches(before)
+
+    return run
+
+
+def make_layout(case: Case, device: torch.device) -> Layout | None:
+    if not case.lengths:
+        return None
+    lengths = torch.tensor(case.lengths, device=device)
+    documents = torch.arange(len(lengths), device=device).repeat_interleave(lengths)[None] if case.packed else None
+    rows = Rows(documents=documents) if case.packed else Rows(lengths=lengths)
+    return Layout(case.shape.batch, case.shape.queries, case.shape.keys, device, rows)
+
+
+def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
+    """RoPE by a compiled function, then SDPA on cuDNN; of a chunk with earlier keys all pairs, keys being rotated."""
+    q, k, v, out_grad = tensors
+    n, queries, d = case.shape.keys, case.shape.queries, case.shape.head_size
+    angle = torch.arange(n, device=q.device)[:, None] * 1e4 ** (-torch.arange(0, d, 2, device=q.device) / d)
+    cos, sin, turn = angle.cos(), angle.sin(), rope_for(n, case.grad, size.device)
+    groups = case.shape.heads // case.shape.key_heads
+    keys, values = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
+    causal, cudnn = bool(case.options["causal"]) and queries == n, size.device == "cuda"
+
+    def attend() -> Tensor:
+        rotated = turn(q, cos[-queries:], sin[-queries:])
+        rotated_keys = turn(keys, cos, sin) if queries == n else keys
+        if not cudnn:
+            return F.scaled_dot_product_attention(rotated, rotated_keys, values, is_causal=causal)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(rotated, rotated_keys, values, is_causal=causal)
+
+    def run() -> object:
+        if out_grad is None:
+            with torch.no_grad():
+                return attend()
+        return torch.autograd.grad(attend(), (q, k, v), out_grad)
+
+    return run, f"{PLAIN}{' (cudnn)' if cudnn else ''}{'' if causal else ', all pairs'}"
+
+
+def the_same(
+    size: Sizes, recipe: str, options: dict[str, Any], case: Case, tensors: Tensors
+) -> tuple[Call, str]:
+    """The call with another recipe or option, without switches."""
+    return make_call(case, tensors, (), recipe=recipe, **options), "the same without"
+
+
+def equal_rows(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
+    """The same kernels on as many tokens, in rows of equal length without padding."""
+    n = sum(case.lengths) // len(case.lengths)
+    shape = case.shape._replace(batch=len(case.lengths), queries=n, keys=n)
+    equal = replace(case, shape=shape, lengths=(), equal_pairs=0)
+    return make_call(equal, make_tensors(size, equal), case.switches), f"{len(case.lengths)} rows of {n}"
+
+
+def _list_decoding(size: Sizes) -> Iterator[Job]:
+    """One query a row against a cache: how much of the memory's bandwidth it reaches."""
+    batch = size.batches[-1]
+    for heads, key_heads, d in ((9, 3, 64), (size.heads, size.heads // 4, size.size)):
+        shape = Shape(batch, heads, key_heads, 1, size.middle, d)
+        for method in (folded(size)["InfoScale"], branched(size.windows[-1])[0]):
+            name = f"{method.name}, {batch} × {heads}/{key_heads} heads of {d}"
+            yield Job("decode", name, size.middle, partial(_decode, size, shape, method.recipe))
+
+
+def _decode(size: Sizes, shape: Shape, recipe: str) -> Row:
+    """Calls one after another in a CUDA graph; the target is a share of the time that reading k and v takes."""
+    case = Case("", "", recipe, shape, shape.batch * shape.keys, None, partial(rope_sdpa, size))
+    tensors = make_tensors(size, case)
+    call = make_call(case, tensors, ())
+    flops, moved = 4.0 * case.pairs * shape.heads * shape.head_size, tensors.k.nbytes + tensors.v.nbytes
+
+    def several() -> Any:
+        return [call() for _ in range(CALLS_IN_GRAPH)][-1]
+
+    run = captured(several)[0].replay if size.device == "cuda" else several
+    ms = times((run,), shorten(size))[0] / CALLS_IN_GRAPH
+    limit, speed = find_limit(None, moved), moved / ms / 1e6
+    row = {"ms": ms, **rates(ms, flops, moved), "gb_per_second": speed, "note": f"{speed:,.0f} GB/s of k and v"}
+    if limit is None:
+        return row
+    bound = {"baseline": "k and v at the peak bandwidth", "baseline_ms": limit, "ratio": ms / limit}
+    return row | bound | {"target": 1 / MIN_BANDWIDTH_SHARE}
