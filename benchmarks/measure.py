@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ def sizes(quick: bool = False) -> Sizes:
 def powers(first: int, last: int) -> tuple[int, ...]:
     """first, 2 first, 4 first … last."""
     return tuple(first << i for i in range((last // first).bit_length()))
+
+
+def shorten(size: Sizes) -> Sizes:
+    """Return sizes with fewer repeats, for groups of many rows."""
+    return replace(size, seconds=min(size.seconds, 0.5), least=min(size.least, 3))
 
 
 @dataclass(frozen=True)

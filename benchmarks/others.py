@@ -1,7 +1,7 @@
 """What users would run instead, in the same process on the same inputs, each written out from its formula.
 
-- transformers' own YaRN (`rope_parameters`), its attention on sdpa and on flex_attention: a model of two layers, against
-  the same weights under our recipe.
+- transformers' own YaRN (`rope_parameters`), its attention on sdpa and on flex_attention: a model of two layers,
+  against the same weights under our recipe.
 - x-transformers' cosine similarity attention (`qk_norm`) with interpolated rotary positions: plain PyTorch and SDPA.
 - SelfExtend as LongLM describes it, and ReRoPE as its author's blog does: two matrices of scores, merged with where().
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from inputs import AWAY, Inputs, rope
-from measure import Call, Job, Row, Sizes, compared
+from measure import Call, Job, Row, Sizes, compared, shorten
 from methods import Method, branched
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,13 +62,13 @@ def _compare_attention(
             return formula(at)
 
     note = check_close(call, theirs)
-    return compared(size, call, theirs, name, flops=method.flops(n, size)) | {"note": note}
+    return compared(shorten(size), call, theirs, name, flops=method.flops(n, size)) | {"note": note}
 
 
 def check_close(ours: Call, theirs: Call) -> str:
-    """Return how far two results are apart; more than bf16 accounts for is an error."""
+    """Return how far two results are apart, relative to their size; more than bf16 accounts for is an error."""
     x, y = (call().float() for call in (ours, theirs))  # type: ignore[attr-defined]
-    found = float((x - y).abs().max() / y.abs().max())
+    found = float((x - y).norm() / y.norm())
     if not found < AWAY:
         raise AssertionError(f"{found:.1%} apart: not the same method")
     return f"{found:.1%} apart"
@@ -117,7 +117,6 @@ def _merge(at: Inputs, near: Tensor, far: Tensor, window: int) -> Tensor:
     position = _list_positions(at)
     distance = position - position.T
     scores = torch.where(distance < window, near, far).masked_fill_(distance < 0, -torch.inf)
-    del near, far
     return scores.softmax(-1, dtype=torch.float32).to(at.v.dtype) @ at.v
 
 
@@ -132,23 +131,24 @@ def _compare_yarn(size: Sizes, implementation: str, n: int) -> Row:
     ids = torch.randint(10, 100, (1, n), device=size.device)
 
     def run(model: Any) -> Tensor:
-        with torch.inference_mode():
+        with torch.no_grad():
             return model(input_ids=ids, use_cache=False).last_hidden_state
 
     note = check_close(partial(run, ours), partial(run, theirs))
-    row = compared(size, partial(run, ours), partial(run, theirs), f"transformers, {implementation}")
+    row = compared(shorten(size), partial(run, ours), partial(run, theirs), f"transformers, {implementation}")
     clear_caches(keep_compiled=True)
     return row | {"note": f"{LAYERS} layers; {note}"}
 
 
 def make_model(size: Sizes, implementation: str, rope_parameters: dict[str, Any]) -> Any:
     """A Llama of few layers whose time is mostly attention."""
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import AutoModel, LlamaConfig
 
     hidden = size.heads * size.size
     shape = {"hidden_size": hidden, "intermediate_size": hidden, "vocab_size": 128, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.heads}
-    limits = {"max_position_embeddings": size.short, "attn_implementation": implementation}
+    config = LlamaConfig(**shape, **heads, max_position_embeddings=size.short, rope_parameters=rope_parameters)
     torch.manual_seed(0)
-    config = LlamaConfig(**shape, **heads, **limits, rope_parameters=rope_parameters)
-    return LlamaModel(config).to(size.device, size.dtype).eval()
+    # a model cast to bf16 afterwards would have frequencies in bf16
+    model = AutoModel.from_config(config, dtype=size.dtype, attn_implementation=implementation)
+    return model.to(size.device).eval()

@@ -158,7 +158,8 @@ def heading() -> Table:
     table = Table(title=f"isentrope on {'a GPU' if torch.cuda.is_available() else 'a CPU'}", title_justify="left")
     for name, justify in (
         ("group", "left"), ("what", "left"), ("n", "right"), ("ms", "right"), ("TFLOP/s", "right"), ("ratio", "right"),
-        ("to", "left"), ("of peak", "right"), ("peak MiB", "right"), ("target", "right"), ("met", "left"), ("note", "left"),
+        ("to", "left"), ("of peak", "right"), ("peak MiB", "right"), ("target", "right"), ("met", "left"),
+        ("note", "left"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
     return table

@@ -15,7 +15,7 @@ import first_calls
 import torch
 from inputs import AWAY, PLAIN, rope_for
 from limits import find_limit
-from measure import Call, Job, Row, Sizes, captured, rates, times
+from measure import Call, Job, Row, Sizes, captured, rates, shorten, times
 from methods import ALIBI, branched, folded, windowed, with_far_law
 from torch import Tensor
 from torch.nn import functional as F
@@ -115,6 +115,7 @@ def count_pairs(queries: int, keys: int, causal: bool = True, window: int | None
 
 def list_prompts(size: Sizes) -> Iterator[Case]:
     """Prompts of whole rows, on kernels that are on."""
+    base = partial(rope_sdpa, size)
     near, wide = size.windows
     two, wide_two = (branched(window)[0::2] for window in (near, wide))  # ReRoPE and SelfExtend
     planned = [(size.short // 4, method, 1.15) for method in two]
@@ -124,11 +125,13 @@ def list_prompts(size: Sizes) -> Iterator[Case]:
     planned += [(size.short, method, 1.05) for method in (*two, *wide_two)]
     for n, method, target in planned:
         pairs = count_pairs(n, n, window=method.window, sinks=method.sinks)
-        yield Case("attention", method.name, method.recipe, make_shape(size, n), pairs, target, partial(rope_sdpa, size))
+        yield Case(
+            "attention", method.name, method.recipe, make_shape(size, n), pairs, target, partial(rope_sdpa, size)
+        )
     n, shape = size.short // 2, Shape(4, 9, 3, size.short // 2, size.short // 2, 64)  # of SmolLM2-135M
     for method in (two[0], wide_two[0]):
         name = f"{method.name}, 4 × 9/3 heads of 64"
-        yield Case("attention", name, method.recipe, shape, 4 * count_pairs(n, n), 1.08, partial(rope_sdpa, size))
+        yield Case("attention", name, method.recipe, shape, 4 * count_pairs(n, n), 1.08, base)
     changed, shape = with_far_law(two[0], size.train_length), make_shape(size, size.middle)
     pairs = count_pairs(size.middle, size.middle)
     yield Case("share", changed.name, changed.recipe, shape, pairs, 1.005, partial(the_same, size, two[0].recipe, {}))
@@ -232,9 +235,7 @@ def _give(result: Row | Exception) -> Row:
     return result
 
 
-def _measure(
-    size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done: dict[str, Row | Exception]
-) -> Row:
+def _measure(size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done: dict[str, Row | Exception]) -> Row:
     tensors = make_tensors(size, case)
     calls = {key: make_call(case, tensors, used) for key, used in variants.items()}
     base, baseline = case.baseline(case, tensors)
@@ -295,11 +296,6 @@ def _compare_pairs(case: Case, ratio: float) -> Row:
     return {"ratio_by_pairs": by_pairs, "note": f"{sum(case.lengths):,} tokens; {by_pairs:.2f} by pairs"}
 
 
-def shorten(size: Sizes) -> Sizes:
-    """Return sizes with fewer repeats: there are many rows."""
-    return replace(size, seconds=min(size.seconds, 0.5), least=min(size.least, 3))
-
-
 def make_tensors(size: Sizes, case: Case) -> Tensors:
     generator = torch.Generator(size.device).manual_seed(0)
     options: dict[str, Any] = {"device": size.device, "dtype": size.dtype, "generator": generator}
@@ -340,7 +336,9 @@ def make_layout(case: Case, device: torch.device) -> Layout | None:
     lengths = torch.tensor(case.lengths, device=device)
     documents = torch.arange(len(lengths), device=device).repeat_interleave(lengths)[None] if case.packed else None
     rows = Rows(documents=documents) if case.packed else Rows(lengths=lengths)
-    return Layout(case.shape.batch, case.shape.queries, case.shape.keys, device, rows)
+    layout = Layout(case.shape.batch, case.shape.queries, case.shape.keys, device, rows)
+    layout.padded_queries_matter = False  # as in a model
+    return layout
 
 
 def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
@@ -370,9 +368,7 @@ def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
     return run, f"{PLAIN}{' (cudnn)' if cudnn else ''}{'' if causal else ', all pairs'}"
 
 
-def the_same(
-    size: Sizes, recipe: str, options: dict[str, Any], case: Case, tensors: Tensors
-) -> tuple[Call, str]:
+def the_same(size: Sizes, recipe: str, options: dict[str, Any], case: Case, tensors: Tensors) -> tuple[Call, str]:
     """The call with another recipe or option, without switches."""
     return make_call(case, tensors, (), recipe=recipe, **options), "the same without"
 
@@ -399,7 +395,8 @@ def _decode(size: Sizes, shape: Shape, recipe: str) -> Row:
     """Calls one after another in a CUDA graph; the target is a share of the time that reading k and v takes."""
     case = Case("", "", recipe, shape, shape.batch * shape.keys, None, partial(rope_sdpa, size))
     tensors = make_tensors(size, case)
-    call = make_call(case, tensors, ())
+    layout = Layout(shape.batch, 1, shape.keys, tensors.q.device)  # one made while a graph is captured would be timed
+    call = make_call(case, tensors, (), layout=layout)
     flops, moved = 4.0 * case.pairs * shape.heads * shape.head_size, tensors.k.nbytes + tensors.v.nbytes
 
     def several() -> Any:
