@@ -10,6 +10,7 @@ from isentrope.backends.band.backend import _get_plan
 from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
+from isentrope.core.layout import Layout, Rows
 from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
@@ -91,6 +92,23 @@ def test_backward_by_intervals_interpreted(text, rows, causal, every_switch):
 @pytest.mark.parametrize(("text", "rows", "causal"), BOTH_DIRECTIONS, ids=str)
 def test_both_directions_interpreted(text, rows, causal, every_switch):
     compare(text, make_setting(rows), causal, torch.float32, "cpu", gradients=True)
+
+
+@interprets
+@pytest.mark.parametrize("text", [TEXTS[1], pytest.param(TEXTS[4], marks=pytest.mark.slow)])
+def test_padded_queries_that_nobody_reads_are_not_computed(text, every_switch):
+    lengths, results = torch.tensor([40, 7]), []
+    for matter in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(2, 2, 40, 32, generator=generator, requires_grad=True) for _ in range(3))
+        layout = Layout(2, 40, 40, torch.device("cpu"), Rows(lengths=lengths))
+        layout.padded_queries_matter = matter
+        out = attention(q, k, v, text, causal=True, layout=layout, backend="band")
+        results.append([out.detach(), *torch.autograd.grad(out[0].sum() + out[1, :, :7].sum(), (q, k, v))])
+    assert results[1][0][1, :, 7:].abs().max() == 0
+    for ours, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours[0], expected[0])
+        torch.testing.assert_close(ours[1, :, :7], expected[1, :, :7])
 
 
 @interprets

@@ -29,11 +29,16 @@ class Attended(NamedTuple):
 
 
 def list_intervals(layout: Layout, region: Region) -> list[Interval]:
-    """Return the visible slots of each query, [low, high) as int32 (batch or 1, queries), span by span."""
+    """Return the visible slots of each query, [low, high) as int32 (batch or 1, queries), span by span.
+
+    Padded queries whose outputs nobody reads see nothing.
+    """
 
     def make() -> list[Interval]:
-        low, high = (x.to(torch.int32).unbind(-1) for x in layout.bounds(region))
-        return [(a.contiguous(), b.contiguous()) for a, b in zip(low, high, strict=True)]
+        low, high = (x.to(torch.int32) for x in layout.bounds(region))
+        if not layout.padded_queries_matter:
+            low, high = torch.broadcast_tensors(low, torch.where(layout.padding()[0][..., None], low, high))
+        return [(a.contiguous(), b.contiguous()) for a, b in zip(low.unbind(-1), high.unbind(-1), strict=True)]
 
     return layout.cached(("intervals", region), make)
 
