@@ -44,7 +44,7 @@ def others(size: Sizes, inputs: Inputs) -> Iterator[Job]:
             work = partial(_compare_attention, size, inputs, method, name, formula, n)
             yield Job("others", f"{method.name} against {name}", n, work)
     inputs.free()
-    for implementation in ("sdpa", "flex_attention"):
+    for implementation in ("sdpa", "flex_attention") if size.device == "cuda" else ("sdpa",):
         lengths = (size.short // 4, size.short // 2, size.short)
         for n in lengths if implementation == "sdpa" else lengths[::2]:  # FlexAttention compiles for new lengths
             name = f"YaRN against transformers' own, {implementation}"

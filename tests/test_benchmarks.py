@@ -11,6 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from isentrope.core import switches
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -32,26 +34,81 @@ def measured(suite, size, names, out, seconds=float("inf")):
     return suite["run"].run(suite["run"].groups(size, names), size, out, seconds, Console(quiet=True))
 
 
-def test_rows_are_whole_and_saved(suite, tiny, tmp_path):
-    rows, left = measured(
-        suite, tiny, ["attention", "window", "share", "retrieve", "entropy", "backward", "memory"], tmp_path / "a.json"
-    )
+def test_rows_are_whole_and_saved(suite, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("first_calls"), "list_jobs", lambda size: iter(()))
+    groups = ["targets", "attention", "window", "share", "retrieve", "backward", "memory"]
+    rows, left = measured(suite, tiny, groups, tmp_path / "a.json")
     assert not left and not [row["failed"] for row in rows if "failed" in row]
     saved = json.loads((tmp_path / "a.json").read_text())
     assert saved["rows"] == rows and saved["provenance"]["torch"] == torch.__version__
-    assert {row["group"] for row in rows} == {
-        "attention",
-        "window",
-        "share",
-        "retrieve",
-        "entropy",
-        "backward",
-        "memory",
-    }
+    keys = [(row["group"], row["method"], row["n"]) for row in rows]
+    assert len(set(keys)) == len(keys)  # nothing is measured twice, and files can be compared
     for row in rows:
         assert set(suite["measure"].BLANK) <= set(row)
         assert row["target"] is None and row["met"] is None  # those of a GPU
-        assert row["group"] == "memory" or row["ratio"] == pytest.approx(row["ms"] / row["baseline_ms"])
+        assert row["of_peak"] is None  # of a card that is known
+        whole = row["group"] in ("memory", "decode")
+        assert whole or row["ratio"] == pytest.approx(row["ms"] / row["baseline_ms"])
+
+
+def test_every_switch_is_measured_against_the_same_call_without_it(suite, tiny):
+    targets = importlib.import_module("targets")
+    lists = (targets.list_switched, targets.list_rows, targets.list_bidirectional, targets.list_retrieve)
+    cases = [case for each in lists for case in each(tiny)]
+    on_cards_without_copy_engine = {switches.BAND_POINTERS}
+    assert {name for case in cases for name in case.switches} == set(switches.SWITCHES) - on_cards_without_copy_engine
+    for name in {case.switches for case in cases}:
+        assert any(case.default or case.group == "retrieve" for case in cases if case.switches == name)
+
+
+def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch):
+    targets = importlib.import_module("targets")
+    case = next(iter(targets.list_switched(tiny)))
+    make = targets.make_call
+
+    def broken(case, tensors, used, **changed):
+        call = make(case, tensors, used, **changed)
+        return (lambda: [2 * x for x in call()]) if used else call
+
+    monkeypatch.setattr(targets, "make_call", broken)
+    jobs = targets._list_jobs(tiny, case)
+    assert next(jobs).work()["ms"] > 0
+    with pytest.raises(AssertionError, match="away from the call without switches"):
+        next(jobs).work()
+
+
+def test_pairs_are_counted(suite):
+    count = importlib.import_module("targets").count_pairs
+    i, j = torch.arange(12)[:, None], torch.arange(12)[None]
+    assert count(12, 12) == (j <= i).sum() and count(12, 12, window=5) == ((j <= i) & (i - j < 5)).sum()
+    assert count(12, 12, False) == 144 and count(12, 12, False, 3) == ((i - j).abs() <= 3).sum()
+    assert count(4, 12) == (j <= i)[-4:].sum()
+
+
+def test_limits_of_cards(suite, monkeypatch):
+    limits = importlib.import_module("limits")
+    assert limits.find_peak("NVIDIA H200") == (989e12, 4.8e12) and limits.find_peak("a CPU") is None
+    monkeypatch.setattr(limits, "find_own_peak", lambda: limits.Peak(100e12, 1e12))
+    assert (
+        limits.find_limit(1e12, 1e9) == 10
+        and limits.find_limit(None, 2e9) == 2
+        and limits.find_limit(None, None) is None
+    )
+    rates = suite["measure"].rates(20.0, 1e12, 1e9)
+    assert rates == {"tflops": 50.0, "limit_ms": 10.0, "of_peak": 0.5}
+
+
+def test_others_give_the_same_results(suite, tiny, tmp_path):
+    rows, left = measured(suite, tiny, ["others"], tmp_path / "o.json")
+    assert not left and not [row["failed"] for row in rows if "failed" in row]
+    assert len(rows) == 12 and all("0.0% apart" in row["note"] for row in rows)
+
+
+def test_first_calls(suite, tiny, tmp_path):
+    first_calls = importlib.import_module("first_calls")
+    requests = first_calls.list_requests(tiny)
+    for facts in first_calls.measure_calls(list(requests.values()), True, str(tmp_path)):
+        assert set(facts["ms"]) == {"length", "batch", "heads"} and set(facts["compiled"].values()) == {0}
 
 
 def test_whole_models(suite, tiny, tmp_path, monkeypatch):
@@ -80,7 +137,7 @@ def test_a_failure_does_not_end_the_run(suite, tiny, tmp_path):
 
 
 def test_no_measurement_begins_after_the_time(suite, tiny, tmp_path):
-    rows, left = measured(suite, tiny, ["entropy"], tmp_path / "c.json", seconds=-1)
+    rows, left = measured(suite, tiny, ["backward"], tmp_path / "c.json", seconds=-1)
     assert not rows and len(left) == 2
     assert json.loads((tmp_path / "c.json").read_text())["left_out"] == left
 
