@@ -94,7 +94,7 @@ def roofline(data: dict[str, Any], lengths: list[int]) -> list[float] | None:
 
 def targets(data: dict[str, Any]) -> Figure | None:
     """Each ratio as a share of its target: 1 is the target, left of it is met."""
-    rows = [row for row in data["rows"] if row["target"] is not None and row["ratio"] is not None]
+    rows = [row for row in data["rows"] if row["target"] and row["ratio"] is not None]  # a count of 0 has no share
     if not rows:
         return None
     figure = Figure(figsize=(10, 1.4 + 0.24 * len(rows)), layout="constrained")
