@@ -135,6 +135,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     Pairs stay where they are in both layouts, so that an operand left unrotated needs no permutation.
     """
     pairs = cos.shape[-1]
+    if _rotates_in_kernel(x, cos, interleaved):
+        from isentrope.core.rotation_kernel import launch  # Triton may not be installed
+
+        return launch(x, cos, sin, None, normalise=False, inverse=False, rounded=True)
     if _rotates_in_place(x, cos, interleaved):
         return _rotate_in_place(x, cos, sin)
     head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -154,6 +158,20 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if x.shape[-1] > 2 * pairs:
         out[..., 2 * pairs :] = x[..., 2 * pairs :]
     return out
+
+
+def _rotates_in_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
+    """Return whether one launch gives what torch's operations give, to the last bit.
+
+    In fp32 a compiler would fuse products and sums.
+    """
+    if interleaved or torch.compiler.is_compiling() or not can_run_triton(x) or x.dtype != cos.dtype:
+        return False
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() != 4 or cos.dim() != 4 or cos.shape[1] != 1:
+        return False
+    if 2 * cos.shape[-1] != x.shape[-1] or x.stride(-1) != 1 or cos.stride(-1) != 1:
+        return False
+    return not (_is_transformed() or (torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad)))
 
 
 def _rotates_in_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:

@@ -15,9 +15,18 @@ HEADS_PER_PROGRAM = 8  # these share the angles that a program has read
 
 
 def launch(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, inverse: bool
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    tau: Tensor | None,
+    normalise: bool,
+    inverse: bool,
+    rounded: bool = False,
 ) -> Tensor:
-    """Return x (batch, heads, length, d) normalised, rotated and multiplied by tau; `inverse`: rotated backwards."""
+    """Return x (batch, heads, length, d) normalised, rotated and multiplied by tau.
+
+    `inverse`: rotated backwards; `rounded`: with products in the dtype of x, as torch computes them one by one.
+    """
     batch, heads, length, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = max(1, BLOCK_ENTRIES // triton.next_power_of_2(size))
@@ -29,6 +38,7 @@ def launch(
             heads, length,
             HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS_PER_PROGRAM,
             ROTATE=cos is not None, TAU=tau is not None, NORMALISE=normalise, INVERSE=inverse,
+            ROUNDED=rounded,
         )  # fmt: skip
     return y
 
@@ -52,6 +62,11 @@ def normalise_halves(a, b):
     return a * factor, b * factor
 
 
+@triton.jit
+def _round(product, dtype: tl.constexpr):
+    return product.to(dtype).to(tl.float32)
+
+
 # arguments that change with the length are not specialised: one kernel serves all lengths
 @triton.jit(do_not_specialize=["angle_batch", "tau_batch", "tau_head", "length"])
 def _rotate_and_scale(
@@ -59,7 +74,7 @@ def _rotate_and_scale(
     x_batch, x_head, x_row, y_batch, y_head, y_row, angle_batch, angle_row, tau_batch, tau_head, tau_row,
     heads, length,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
-    TAU: tl.constexpr, NORMALISE: tl.constexpr, INVERSE: tl.constexpr,
+    TAU: tl.constexpr, NORMALISE: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(2).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -81,7 +96,13 @@ def _rotate_and_scale(
         if NORMALISE:
             a, b = normalise_halves(a, b)
         if ROTATE:
-            a, b = a * c - b * s, b * c + a * s
+            if ROUNDED:
+                a, b = (
+                    _round(a * c, x.dtype.element_ty) - _round(b * s, x.dtype.element_ty),
+                    _round(b * c, x.dtype.element_ty) + _round(a * s, x.dtype.element_ty),
+                )
+            else:
+                a, b = a * c - b * s, b * c + a * s
         if TAU:
             factor = tl.load(tau + batch * tau_batch + head64 * tau_head + row * tau_row, mask=row_valid, other=0.0)
             a, b = a * factor.to(tl.float32)[:, None], b * factor.to(tl.float32)[:, None]

@@ -7,7 +7,7 @@ few calls of `isentrope.attention`, each with a layout that all layers of the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from isentrope.core.layout import Layout, Rows
-from isentrope.core.region import Region
+from isentrope.core.layout import Layout
+from isentrope.core.region import CAUSAL, Region
 from isentrope.hf.layer import Layer, LayerCall
 from isentrope.hf.names import PAGED_STEP
 
 MAX_PADDING = 2  # rows of one call have at least 1 / MAX_PADDING of the keys of its longest row
+FREE_PADDING = {"cuda": 1 << 15}  # keys of padding in a call that cost less than another call
+MASK_ALIGNMENT = 8  # SDPA copies masks whose rows begin elsewhere, in every layer
 SLIDING = "sliding_attention"
 # since 5.20 transformers passes a cache all arguments of an attention function
 UPDATES_ARGUMENTS = "kwargs" in signature(PagedAttentionCache.update).parameters
@@ -49,25 +51,26 @@ class Batch(NamedTuple):
     keys: where their keys are among those gathered for the layer.
     rows: number of requests.
     layout: of the call.
+    whole: whether these are all requests, in their order.
     """
 
     queries: slice | Tensor
     keys: slice
     rows: int
     layout: Layout
+    whole: bool
 
 
 class Plan(NamedTuple):
     """What a step does in layers of one recipe.
 
-    plain: where the keys of requests that take the model's own attention are in the packed row; None where there are
-        no such requests.
+    idle: which requests take the model's own attention.
     gathered: which of the packed keys to gather, those of `batches` after the packed row itself where that is needed;
         None where the packed row is all that is needed.
     batches: calls under the recipe.
     """
 
-    plain: Tensor | None
+    idle: list[bool]
     gathered: Tensor | None
     batches: list[Batch]
 
@@ -94,7 +97,6 @@ class Pages:
         self.position_ids = step.position_ids
         self.read_index = arguments["read_index"][group]
         self.values: dict[Hashable, Any] = {}
-        self.holder = Layout(1, 1, 1, self.device)  # of the angles of packed queries and keys
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, computed once for the layers of the step."""
@@ -106,33 +108,57 @@ class Pages:
     @property
     def key_positions(self) -> Tensor:
         """Positions of the packed keys in their requests, (1, keys)."""
-        return self.cached("key positions", lambda: (self._slots() + self._spread(self._shifts(), "keys"))[None])
+        return self.cached("key positions", self._compute_key_positions)
 
-    def _slots(self) -> Tensor:
-        return torch.arange(self.total_keys, device=self.device)
+    def _compute_key_positions(self) -> Tensor:
+        shifts = [dropped - first for dropped, first in zip(self.requests.dropped, self.first_key, strict=True)]
+        return (self.slots + self._to_device(shifts)[self.key_requests])[None]
 
-    def _shifts(self) -> list[int]:
-        return [dropped - first for dropped, first in zip(self.requests.dropped, self.first_key, strict=True)]
+    def find_keys(self, chosen: list[bool]) -> tuple[Tensor, Tensor]:
+        """Return where the keys of some requests are in the packed row, and their positions, (1, keys)."""
+        index = self._to_device(chosen)[self.key_requests].nonzero()[:, 0]
+        return index, self.key_positions[:, index]
 
-    def _spread(self, values: Iterable[int], over: str) -> Tensor:
-        """Return a value of each request for each of its queries, or keys."""
-        lengths = getattr(self.requests, over)
-        both = torch.tensor([list(values), lengths], device=self.device)
-        return both[0].repeat_interleave(both[1], output_size=sum(lengths))
+    @property
+    def slots(self) -> Tensor:
+        """Numbers of the packed keys, (keys,)."""
+        return self.cached("slots", lambda: torch.arange(self.total_keys, device=self.device))
+
+    @property
+    def key_requests(self) -> Tensor:
+        """The request of each packed key, (keys,)."""
+        return self.cached("key requests", lambda: self._number(self.requests.keys))
+
+    def _number(self, lengths: list[int]) -> Tensor:
+        """Return the number of each request as many times as it has queries, or keys."""
+        numbers = torch.arange(len(lengths), device=self.device)
+        if sum(lengths) == len(lengths):
+            return numbers  # one each: every request has some
+        return numbers.repeat_interleave(self._to_device(lengths), output_size=sum(lengths))
+
+    def _to_device(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.device)
 
     def get_mask(self, region: Region, dtype: torch.dtype) -> Tensor:
         """Return the additive mask of the packed row, as the plain engine makes it: requests do not see each other."""
         return self.cached(("mask", region, dtype), lambda: self._make_mask(region, dtype))
 
     def _make_mask(self, region: Region, dtype: torch.dtype) -> Tensor:
-        numbers = range(len(self.requests.keys))
-        own = self._spread(numbers, "queries")[:, None] == self._spread(numbers, "keys")[None]
+        queries = self._number(self.requests.queries)
+        hidden = queries[:, None] != self.key_requests
+        if region != CAUSAL or len(self.requests.queries) < self.total_queries:
+            hidden |= ~self._find_visible(region)  # otherwise each query is the last token of its request
+        width = -(-self.total_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+        mask = torch.zeros(self.total_queries, width, dtype=dtype, device=self.device)[:, : self.total_keys]
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[None, None]
+
+    def _find_visible(self, region: Region) -> Tensor:
+        """Return which packed keys are at distances that a region has, (queries, keys)."""
         distance = self.key_positions - self.position_ids[0][:, None]
-        visible = torch.zeros_like(own)
+        visible = torch.zeros_like(distance, dtype=torch.bool)
         for span in region.spans:
             visible |= (distance >= span.low) & (distance < span.high)
-        mask = torch.zeros(own.shape, dtype=dtype, device=self.device)
-        return mask.masked_fill_(~(own & visible), torch.finfo(dtype).min)[None, None]
+        return visible
 
     def plan(self, layer: Layer, plain_allowed: bool) -> Plan:
         """Divide the requests among the model's own attention and calls under a layer's recipe."""
@@ -142,63 +168,65 @@ class Pages:
         _, keys, dropped = self.requests
         idle = [plain_allowed and layer.idle(length, gone > 0) for length, gone in zip(keys, dropped, strict=True)]
         active = [number for number, is_idle in enumerate(idle) if not is_idle]
-        groups = self._group(active, padded=layer.recipe.retrieve is None)
         if not active:
-            return Plan(self._slots(), None, [])
-        plain = self._spread(idle, "keys").bool().nonzero()[:, 0] if any(idle) else None
+            return Plan(idle, None, [])
         first = self.total_keys if any(idle) else 0
-        parts = [self._slots()] if any(idle) else []
+        parts = [self.slots] if any(idle) else []
         batches = []
-        for numbers in groups:
+        for numbers in self._group(active, padded=layer.recipe.retrieve is None):
             width = max(keys[number] for number in numbers)
             batches.append(self._make_batch(numbers, width, first))
             parts.append(self._index_keys(numbers, width))
             first += len(numbers) * width
-        return Plan(plain, torch.cat(parts), batches)
+        return Plan(idle, torch.cat(parts) if len(parts) > 1 else parts[0], batches)
 
     def _group(self, active: list[int], padded: bool) -> list[list[int]]:
-        """Divide requests into those of equal shape; with `padded`, single queries over up to twice as many keys."""
+        """Divide requests into those of equal shape; with `padded`, single queries over different numbers of keys."""
         queries, keys, dropped = self.requests
         groups: dict[Hashable, list[int]] = {}
-        width = 0
+        width = padding = 0
         for number in sorted(active, key=lambda number: (-keys[number], number)):
             shape: Hashable = (queries[number], keys[number], dropped[number])
             if padded and queries[number] == 1:
-                width = width if width <= MAX_PADDING * keys[number] and width else keys[number]
+                padding += width - keys[number]
+                if not width or (
+                    width > MAX_PADDING * keys[number] and padding > FREE_PADDING.get(self.device.type, 0)
+                ):
+                    width, padding = keys[number], 0
                 shape = width
             groups.setdefault(shape, []).append(number)
-        return list(groups.values())
+        return [sorted(numbers) for numbers in groups.values()]
 
     def _make_batch(self, numbers: list[int], width: int, first: int) -> Batch:
         starts = [self.first_query[number] for number in numbers]
         count = self.requests.queries[numbers[0]]
-        queries: slice | Tensor = slice(starts[0], starts[0] + count)
-        if len(numbers) > 1:
+        queries: slice | Tensor = slice(starts[0], starts[-1] + count)
+        if starts[-1] + count - starts[0] > len(numbers) * count:
             offsets = torch.arange(count, device=self.device)
-            queries = (torch.tensor(starts, device=self.device)[:, None] + offsets).flatten()
+            queries = (self._to_device(starts)[:, None] + offsets).flatten()
         keys = slice(first, first + len(numbers) * width)
-        return Batch(queries, keys, len(numbers), self._make_layout(numbers, count, width))
+        whole = len(numbers) == len(self.requests.keys)
+        return Batch(queries, keys, len(numbers), self._make_layout(numbers, count, width), whole)
 
     def _make_layout(self, numbers: list[int], count: int, width: int) -> Layout:
         """Make the layout of a call whose rows are padded on the left."""
-        keys = torch.tensor([self.requests.keys[number] for number in numbers])
-        dropped = torch.tensor([self.requests.dropped[number] for number in numbers])
         size = len(numbers), count, width, self.device
-        if bool(dropped.any()):
-            origin = (width - keys - dropped)[:, None].expand(-1, count)
-            slot = torch.arange(width - count, width).expand_as(origin)
-            frames = origin.to(self.device), torch.full_like(origin, width).to(self.device), slot.to(self.device)
-            return Layout(*size, frames=frames)
-        if bool((keys == width).all()):
+        origins = [width - self.requests.keys[number] - self.requests.dropped[number] for number in numbers]
+        if not any(origins):
             return Layout(*size)
-        return Layout(*size, Rows(keys.to(self.device), left_padded=True))
+        origin = torch.tensor(origins)[:, None].expand(-1, count)
+        own_slot = torch.arange(width - count, width).expand_as(origin)
+        frames = torch.stack((origin, torch.full_like(origin, width), own_slot)).to(self.device)  # one copy
+        return Layout(*size, frames=(frames[0], frames[1], frames[2]))
 
     def _index_keys(self, numbers: list[int], width: int) -> Tensor:
         """Return the packed keys of some requests, (requests · width,): padding is the first key of its request."""
-        first = torch.tensor([self.first_key[number] for number in numbers], device=self.device)[:, None]
-        length = torch.tensor([self.requests.keys[number] for number in numbers], device=self.device)[:, None]
-        slots = torch.arange(width, device=self.device) - width + length
-        return (first + slots.clamp_min(0)).flatten()
+        lengths = [self.requests.keys[number] for number in numbers]
+        if min(lengths) == width and len(numbers) == len(self.requests.keys):
+            return self.slots
+        ends = [self.first_key[number] + length - width for number, length in zip(numbers, lengths, strict=True)]
+        bounds = self._to_device([ends, [self.first_key[number] for number in numbers]])[..., None]
+        return torch.maximum(bounds[0] + torch.arange(width, device=self.device), bounds[1]).flatten()
 
 
 class PagedStep:
@@ -220,67 +248,69 @@ class PagedStep:
         Returns:
             The output (1, queries, heads, d).
         """
-        index = call.module.layer_idx
-        group, layer_type = _find_group(self.cache, index)  # type: ignore[arg-type]
-        if group not in self.pages:
-            self.pages[group] = Pages(self, group, layer_type)
-        pages = self.pages[group]
+        pages = self._get_pages(call.module.layer_idx)  # type: ignore[arg-type]
         plan = pages.plan(layer, call.sink_logits is None and layer.eager_attention is None)
         key, value = self._update(call, pages, plan)
         if not plan.batches:
             return _run_plain(layer, call._replace(key=key, value=value), pages, plan)
-        heads, size = call.query.shape[1], value.shape[-1]
-        if plan.plain is not None:
+        if plan.batches[0].whole:
+            return self._run_batch(layer, call, plan.batches[0], key, value).flatten(0, 1)[None]
+        if any(plan.idle):
             packed = call._replace(key=key[: pages.total_keys], value=value[: pages.total_keys])
             out = _run_plain(layer, packed, pages, plan)
         else:
-            out = call.query.new_empty(1, pages.total_queries, heads, size)
+            out = call.query.new_empty(1, pages.total_queries, call.query.shape[1], value.shape[-1])
         for batch in plan.batches:
-            rows = [_view_rows(x[batch.keys], batch.rows) for x in (key, value)]
-            query = call.query[0][:, batch.queries].unflatten(1, (batch.rows, -1)).transpose(0, 1)
-            result = layer.attend(call._replace(query=query, key=rows[0], value=rows[1], mask=None), batch.layout)
-            out[0, batch.queries] = result.flatten(0, 1)
+            out[0, batch.queries] = self._run_batch(layer, call, batch, key, value).flatten(0, 1)
         return out
+
+    def _get_pages(self, layer_index: int) -> Pages:
+        group, layer_type = _find_group(self.cache, layer_index)
+        if group not in self.pages:
+            self.pages[group] = Pages(self, group, layer_type)
+        return self.pages[group]
+
+    def _run_batch(self, layer: Layer, call: LayerCall, batch: Batch, key: Tensor, value: Tensor) -> Tensor:
+        """Attend under the recipe in some requests, and return (requests, queries, heads, d)."""
+        rows = [x[batch.keys].unflatten(0, (batch.rows, -1)).transpose(1, 2) for x in (key, value)]
+        query = call.query[0][:, batch.queries].unflatten(1, (batch.rows, -1)).transpose(0, 1)
+        return layer.attend(call._replace(query=query, key=rows[0], value=rows[1], mask=None), batch.layout)
 
     def _update(self, call: LayerCall, pages: Pages, plan: Plan) -> tuple[Tensor, Tensor]:
         """Write new keys and values to the cache and gather those of a plan, (keys, heads, d) each."""
-        indices = self.arguments["read_index"]
         # layers with a window read before they write, and mark new keys in the order of the packed row
-        direct = plan.gathered is not None and len(pages.read_index) > 0 and not pages.sliding
-        if direct:
-            indices = list(indices)
-            indices[pages.group] = pages.cached(("read", id(plan)), lambda: pages.read_index[plan.gathered])
-        key, value = _update_cache(self.cache, call, self.arguments | {"read_index": indices})
-        if plan.gathered is None or direct:
-            return key, value
+        if plan.gathered is None:
+            return _update_cache(self.cache, call, self.arguments)
+        if len(pages.read_index) and not pages.sliding:
+            arguments = pages.cached(("arguments", id(plan)), lambda: self._make_arguments(pages, plan.gathered))
+            return _update_cache(self.cache, call, arguments)
+        key, value = _update_cache(self.cache, call, self.arguments)
         return key.index_select(0, plan.gathered), value.index_select(0, plan.gathered)
+
+    def _make_arguments(self, pages: Pages, gathered: Tensor | None) -> dict[str, Any]:
+        """Return the arguments of the cache that read some of the packed keys."""
+        indices = list(self.arguments["read_index"])
+        indices[pages.group] = pages.read_index[gathered]
+        return self.arguments | {"read_index": indices}
 
 
 def _run_plain(layer: Layer, call: LayerCall, pages: Pages, plan: Plan) -> Tensor:
     """Run the model's own attention over the packed row, as the plain engine does: its rotation and SDPA.
 
-    In the same row, for outputs that are the plain engine's bit for bit. Requests under the recipe are in it too: their
-    keys are not rotated, and their outputs are not used.
+    In the same row, for outputs that are the plain engine's bit for bit. Requests under the recipe are in it too, and
+    their outputs are not used.
     """
     query, key = call.query, call.key.transpose(0, 1)[None]
     if layer.rope is not None:
-        query = layer.rope.rotate(query, pages.position_ids, pages.holder)
-        if not plan.batches:
-            key = layer.rope.rotate(key, pages.key_positions, pages.holder)
+        query = layer.rope.rotate(query, pages.position_ids, pages)
+        if plan.batches and key.device.type == "cpu":  # elsewhere one launch for all keys is faster
+            idle, positions = pages.cached(("idle", id(plan)), lambda: pages.find_keys(plan.idle))
+            key = key.index_copy(2, idle, layer.rope.rotate(key[:, :, idle], positions, pages))
         else:
-            idle = plan.plain
-            assert idle is not None
-            positions = pages.cached(("positions", id(plan)), lambda: pages.key_positions[:, idle])
-            rotated = layer.rope.rotate(key[:, :, idle], positions, pages.holder)
-            key = key.index_copy(2, idle, rotated)
+            key = layer.rope.rotate(key, pages.key_positions, pages)
     mask = pages.get_mask(layer.native_mask.visible, query.dtype)
     value = call.value.transpose(0, 1)[None]
     return sdpa_attention_forward(call.module, query, key, value, mask, scaling=call.scaling, is_causal=False)[0]
-
-
-def _view_rows(x: Tensor, rows: int) -> Tensor:
-    """Return gathered keys or values (rows · keys, heads, d) as (rows, heads, keys, d)."""
-    return x.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _find_group(cache: Any, layer_index: int) -> tuple[int, str]:
@@ -296,7 +326,7 @@ def _update_cache(cache: Any, call: LayerCall, arguments: dict[str, Any]) -> tup
     """Return what the cache reads for a call after it has written to it, (keys, heads, d) each."""
     states = {"key_states": call.key, "value_states": call.value, "layer_idx": call.module.layer_idx}
     if UPDATES_ARGUMENTS:
-        key, value = cache.update(**states, kwargs=arguments)
+        key, value = cache.update(**states, kwargs=arguments.copy())  # which it changes
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
     names = "read_index", "write_index"  # transformers before 5.20
     key, value = cache.update(**states, **{name: arguments[name] for name in names})

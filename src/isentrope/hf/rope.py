@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from isentrope.core.layout import Layout
 from isentrope.core.region import EVERYTHING, band
 from isentrope.core.rotation import rotate
 from isentrope.hf.names import SHARED_POSITION
@@ -24,6 +23,13 @@ FREQUENCY_BUFFER = "inv_freq"
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 # (rounds_angles, multiplies_in_fp32) of a `ModelRope`, as models do it
 ROUNDING_MODES = ((True, False), (False, True), (True, True))
+T = TypeVar("T")
+
+
+class HasCache(Protocol):
+    """What keeps values for several layers, such as a `Layout`."""
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +129,10 @@ class ModelRope:
         pairs = angle.shape[-1]
         return both.cos()[..., :pairs] * self.scaling, both.sin()[..., :pairs] * self.scaling
 
-    def rotate(self, x: Tensor, position: Tensor, layout: Layout | None = None) -> Tensor:
+    def rotate(self, x: Tensor, position: Tensor, layout: HasCache | None = None) -> Tensor:
         """Rotate x (batch, heads, length, d) to positions (batch or 1, length), rounded as the model's own code rounds.
 
-        layout: the layout of `position`; calls that share it share the angles.
+        layout: what `position` belongs to; calls that share it share the angles.
         """
 
         def compute() -> tuple[Tensor, Tensor]:

@@ -1,0 +1,42 @@
+"""Rotation in one launch, against torch's operations one by one: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isentrope.core import rotation
+from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
+
+
+def check_bits(dtype, device):
+    torch.manual_seed(0)
+    angle = torch.randn(1, 1, 37, 20, device=device) * 100
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    packed = torch.randn(37, 3, 40, device=device).to(dtype).transpose(0, 1)[None]
+    for x in (packed, packed.contiguous()):
+        assert rotation._rotates_in_kernel(x, cos, interleaved=False)
+        a, b = x.chunk(2, -1)
+        expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        assert torch.equal(rotation.rotate(x, cos, sin, interleaved=False), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_one_launch_rounds_as_torch_does(dtype):
+    check_bits(dtype, "cuda")
+
+
+@pytest.mark.skipif(not (HAS_TRITON and TRITON_INTERPRETED), reason="kernels run on a CPU with TRITON_INTERPRET=1")
+def test_one_interpreted_launch_rounds_as_torch_does():
+    check_bits(torch.float16, "cpu")  # bf16 is not known to the interpreter
+
+
+def test_other_rotations_take_no_kernel():
+    """In fp32 products and sums would be fused, with gradients there is no backward."""
+    half = torch.randn(1, 2, 5, 8, dtype=torch.float16)
+    cos = torch.randn(1, 1, 5, 4)
+    assert not rotation._rotates_in_kernel(half.float(), cos, interleaved=False)
+    assert not rotation._rotates_in_kernel(half, cos, interleaved=False)
+    assert not rotation._rotates_in_kernel(half.requires_grad_(), cos.half(), interleaved=False)
+    assert not rotation._rotates_in_kernel(half, cos[..., :3].half(), interleaved=False)
