@@ -59,11 +59,13 @@ def test_every_setting(setting):
 
 def check_kernel(text, setting, dtype, device):
     q, k, v = setting.tensors(dtype, device)
-    given = {"causal": True, "return_lse": True}
+    recipe, given = ise.Recipe.parse(text), {"causal": True, "return_lse": True}
+    for part in recipe.learned:
+        part.to(device)
     with torch.no_grad():
-        actual, aux = ise.attention(q, k, v, text, backend="blocks", **given)
+        actual, aux = ise.attention(q, k, v, recipe, backend="blocks", **given)
         # the same blocks: products in half precision may rank two blocks the other way round
-        exact = ise.attention(q, k, v, text, backend="reference", **given)
+        exact = ise.attention(q, k, v, recipe, backend="reference", **given)
     bound = 5e-5 if dtype == torch.float32 else 2e-2
     assert error(actual, exact[0].double()) < bound and error(aux.lse, exact[1].lse.double()) < bound
 
