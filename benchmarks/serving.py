@@ -1,35 +1,34 @@
 """Throughput of an extended model under transformers' continuous batching, against the plain model served the same way.
 
-    python benchmarks/serving.py [--model FOLDER] [--device cuda] --out results/serving.json
+    python benchmarks/serving.py [--model FOLDER [--gguf-file FILE]] [--seconds 60] --out results/serving.json
 
 Both models take turns step by step in one process, with the same requests. A step is everything that the engine does:
 scheduling, the forward pass and sampling. Ratios are plain / extended, of each pair of steps (1: as fast as the plain
 model), and medians are of these. On a CPU times are of the processor, which other programs disturb less.
+
+The plain model runs SDPA over the paged cache, as transformers runs it by itself where no FlashAttention is installed;
+on a GPU also with CUDA graphs, and with FlashAttention where that is installed. An extended model has neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import platform
+import logging
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import isentrope as ise
 from isentrope.utils.files import write_json
+from isentrope.utils.provenance import collect_provenance
 
 # SmolLM2-135M
 SIZES = {
@@ -37,8 +36,28 @@ SIZES = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
 PAGE = 64
-BATCH_TOKENS = 1024
+BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+FLASH_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+WARM_STEPS = 3  # of each kind, left out
 OPTIONS = inspect.signature(ContinuousBatchingConfig).parameters
+
+
+class Baseline(NamedTuple):
+    """How the plain model is served."""
+
+    attention: str = "sdpa"
+    graphs: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.attention}{', CUDA graphs' if self.graphs else ''}"
+
+
+def list_baselines(device: str) -> list[Baseline]:
+    """List what transformers can serve the plain model with on this machine."""
+    if device == "cpu":
+        return [Baseline()]
+    flash = [Baseline(name, True) for name, package in FLASH_PACKAGES.items() if find_spec(package)]
+    return [Baseline(), *flash[:1], Baseline(graphs=True)]
 
 
 def make_prompts(train_length: int, window: int, vocabulary: int) -> dict[str, list[list[int]]]:
@@ -58,15 +77,19 @@ def make_prompts(train_length: int, window: int, vocabulary: int) -> dict[str, l
     }
 
 
-def start(model: Any, prompts: list[list[int]], new: int) -> Any:
+def start(model: Any, prompts: list[list[int]], new: int, graphs: bool = False) -> Any:
     """Return a manager with these requests waiting, whose steps are run by hand."""
     generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = sum(-(-(len(prompt) + new) // PAGE) for prompt in prompts) + 2 * len(prompts)
     options = {"page_size" if "page_size" in OPTIONS else "block_size": PAGE, "num_blocks": max(64, pages)}
-    options |= {"max_batch_tokens": BATCH_TOKENS, "allow_block_sharing": False, "use_cuda_graph": False}
+    options |= {
+        "max_batch_tokens": BATCH_TOKENS[model.device.type],
+        "allow_block_sharing": False,
+        "use_async_batching": False,
+    }
     if "auto_switch_to_flash" in OPTIONS:
         options["auto_switch_to_flash"] = False
-    manager = model.init_continuous_batching(generation, ContinuousBatchingConfig(**options))
+    manager = model.init_continuous_batching(generation, ContinuousBatchingConfig(**options, use_cuda_graph=graphs))
     manager.batch_processor, manager.current_batch = manager._create_batch_processor(), 0
     manager.add_requests(prompts)
     return manager
@@ -86,22 +109,29 @@ def run_step(manager: Any, device: torch.device) -> tuple[float, int] | None:
 
 
 @torch.no_grad()
-def compare(plain: Any, extended: Any, prompts: list[list[int]], new: int) -> dict[str, dict[str, float]]:
-    """Return medians and totals of steps that read prompts, and of those that decode a token of every request."""
-    managers = [start(model, prompts, new) for model in (plain, extended)]
+def compare(
+    plain: Any, extended: Any, prompts: list[list[int]], new: int, baseline: Baseline, seconds: float = float("inf")
+) -> dict[str, Any]:
+    """Return medians and totals of steps that read prompts, and of those that decode a token of every request.
+
+    After this many seconds it stops with what it has.
+    """
+    # transformers before 5.20 would take FlashAttention otherwise, and names what reads pages
+    attention = baseline.attention if "auto_switch_to_flash" in OPTIONS else f"paged|{baseline.attention}"
+    plain.set_attn_implementation(attention)
+    managers = [start(plain, prompts, new, baseline.graphs), start(extended, prompts, new)]
     pairs: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
-    order = [0, 1]
-    while True:
+    order, end = [0, 1], time.monotonic() + seconds
+    while time.monotonic() < end:
         steps: list[Any] = [None, None]
         for n in order:
             steps[n] = run_step(managers[n], plain.device)
         order.reverse()
         if steps[0] is None or steps[1] is None:
             break
-        kind = "decode" if steps[0][1] <= len(prompts) else "prefill"
+        kind = "decode" if steps[1][1] <= len(prompts) else "prefill"  # with CUDA graphs the plain model's are padded
         pairs[kind].append((steps[0][0], steps[1][0]))
-    pairs["decode"] = pairs["decode"][2:] or pairs["decode"]  # the first steps warm up
-    return {kind: summarise(each) for kind, each in pairs.items() if each}
+    return {kind: summarise(each[WARM_STEPS:] or each) for kind, each in pairs.items() if each}
 
 
 def summarise(pairs: list[tuple[float, float]]) -> dict[str, float]:
@@ -119,50 +149,83 @@ def build(options: argparse.Namespace) -> Any:
     """Load the model, or make one of SmolLM2-135M's sizes with random weights."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(options.model, gguf_file=options.gguf_file, dtype=dtype)
+        model.config.max_position_embeddings = options.train_length or model.config.max_position_embeddings
     else:
         torch.manual_seed(0)
-        config = LlamaConfig(**SIZES, max_position_embeddings=options.train_length, eos_token_id=None)
-        model = LlamaForCausalLM(config).to(dtype)
+        length = options.train_length or (256 if options.device == "cpu" else 2048)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=length, eos_token_id=None)).to(dtype)
     return model.eval().to(options.device)
+
+
+def try_graphs(extended: Any, prompts: list[list[int]]) -> str:
+    """Return what becomes of an extended model with CUDA graphs."""
+    try:
+        start(extended, prompts[:1], 2, graphs=True)
+    except ValueError as error:
+        return f"refused: {error}"
+    return "off: the engine has none without a GPU" if not torch.cuda.is_available() else "taken"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; without, random weights of SmolLM2-135M's sizes")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--train-length", type=int, default=256, help="of random weights")
+    parser.add_argument("--gguf-file", help="in that folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--train-length", type=int, help="of the model, by which requests are long or short")
     parser.add_argument("--recipe", default="rerope:window={window}+share")
     parser.add_argument("--new", type=int, default=12, help="tokens of each request")
     parser.add_argument("--only", nargs="*", help="names of workloads")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of all rows together, after loading")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     plain, extended = build(options), build(options)
     train_length = plain.config.max_position_embeddings
     recipe = options.recipe.format(window=train_length // 2)
     ise.extend(extended, recipe)
-    results = {}
-    for name, prompts in make_prompts(train_length, train_length // 2, plain.config.vocab_size).items():
-        if options.only and name not in options.only:
-            continue
-        results[name] = compare(plain, extended, prompts, options.new)
-        for kind, numbers in results[name].items():
-            print(f"{name:9} {kind:8} {numbers['ratio']:.2f}  (totals {numbers['ratio_of_totals']:.2f})", flush=True)
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        versions |= {"transformers": transformers.__version__, "isentrope": ise.__version__}
-        found = {
-            "command": " ".join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
-            "model": Path(options.model).name if options.model else "SmolLM2-135M's sizes, random weights",
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
-            "threads": torch.get_num_threads(),
-            "clock": "wall" if options.device == "cuda" else "processor",
-            "dtype": str(plain.dtype),
-            "train_length": train_length,
-            "recipe": recipe,
-            "versions": versions,
-            "results": results,
-        }
-        write_json(options.out, found)
+    end = time.monotonic() + options.seconds
+    workloads = make_prompts(train_length, train_length // 2, plain.config.vocab_size)
+    found = {
+        "command": " ".join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
+        "provenance": collect_provenance() | {"transformers": transformers.__version__},
+        "model": (options.gguf_file or Path(options.model).name) if options.model else "SmolLM2-135M's sizes, random",
+        "clock": "wall" if options.device == "cuda" else "processor",
+        "dtype": str(plain.dtype),
+        "train_length": train_length,
+        "recipe": recipe,
+        "extended_with_cuda_graphs": try_graphs(extended, workloads["short"]),
+    }
+    rows: list[dict[str, Any]] = []
+    jobs = [
+        (baseline, name)
+        for baseline in list_baselines(options.device)
+        for name in workloads
+        if not options.only or name in options.only
+    ]
+    if options.device == "cuda":  # kernels are compiled
+        compare(plain, extended, [workloads["short"][0], *workloads["long"][:2]], 4, Baseline())
+    for index, (baseline, name) in enumerate(jobs):
+        row: dict[str, Any] = {"workload": name, "plain": str(baseline)}
+        seconds = (end - time.monotonic()) / 2  # at most, so that others get some
+        if seconds < 1:
+            print(f"out of time: {len(jobs) - index} rows left out", flush=True)
+            break
+        try:
+            row |= compare(plain, extended, workloads[name], options.new, baseline, seconds)
+        except (RuntimeError, ImportError, ValueError) as error:  # of the plain model: others are measured still
+            if baseline == Baseline():
+                raise
+            row["error"] = str(error).splitlines()[0]
+        rows.append(row)
+        for kind in ("prefill", "decode"):
+            if kind in row:
+                ratios = f"{row[kind]['ratio']:.2f}  (totals {row[kind]['ratio_of_totals']:.2f})"
+                times = f"{row[kind]['plain_ms']:.2f} ms against {row[kind]['extended_ms']:.2f} ms"
+                print(f"{row['plain']:18} {name:9} {kind:8} {ratios}  {times}", flush=True)
+        if "error" in row:
+            print(f"{row['plain']:18} {name:9} {row['error']}", flush=True)
+        write_json(options.out, found | {"results": rows})
 
 
 if __name__ == "__main__":
