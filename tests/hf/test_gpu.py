@@ -9,7 +9,9 @@ import torch
 from transformers import CompileConfig
 
 import isentrope as ise
+from tests.fixtures.generation import rows_of
 from tests.fixtures.models import llama, tokens
+from tests.fixtures.serving import generate_alone, serve, use_paged_sdpa
 
 pytestmark = pytest.mark.gpu
 RECIPES = (
@@ -93,3 +95,33 @@ def test_gradients_agree_with_the_reference(recipe):
             trained(ids.to(device), labels=ids.to(device)).loss.backward()
         gradients.append(trained.model.layers[0].self_attn.k_proj.weight.grad.double().cpu())
     assert (gradients[1] - gradients[0]).abs().max() < 5e-3 * gradients[0].abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=48+share", "infoscale"])
+def test_served_short_requests_are_bit_identical(recipe):
+    """Beside long ones, in batches of the same composition."""
+    plain, extended = (model().to("cuda", torch.bfloat16) for _ in range(2))
+    use_paged_sdpa(plain)
+    ise.extend(extended, recipe)
+    prompts = [x.tolist() for x in rows_of(9, 80, 5, 170, 8, 30)]
+    before, after = (serve(each, prompts, return_logprobs=True) for each in (plain, extended))
+    for prompt, one, other in zip(prompts, before, after, strict=True):
+        same = one.generated_tokens == other.generated_tokens and one.logprobs == other.logprobs
+        assert same == (len(prompt) < 40), len(prompt)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:6])
+def test_served_tokens_are_those_of_generate(recipe):
+    """Decoded in one call, whatever their lengths."""
+    exact, fast = model().double(), model().to("cuda")
+    prompts = [x.tolist() for x in rows_of(80, 41, 176, 42, 20)]
+    for each in (exact, fast):
+        ise.extend(each, recipe)
+    served = [result.generated_tokens for result in serve(fast, prompts)]
+    assert served == generate_alone(exact, prompts)
+
+
+def test_cuda_graphs_are_refused_by_a_server():
+    extended = ise.extend(model().to("cuda", torch.bfloat16), RECIPES[2])
+    with pytest.raises(ValueError, match="expected neither CUDA graphs nor compiled passes"):
+        serve(extended, [[3, 4, 5]], use_cuda_graph=True)
