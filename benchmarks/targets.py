@@ -248,8 +248,11 @@ def _measure(size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done
         limits = (flops, moved) if case.pairs else (None, None)
         for key, ms in zip(good, taken, strict=True):
             row: Row = {"ms": ms, "baseline": baseline, "baseline_ms": base_ms, "ratio": ms / base_ms}
-            row |= {"target": case.target, **rates(ms, *limits)}
-            done[key] = row | _compare_pairs(case, row["ratio"])
+            row |= {"target": case.target, **rates(ms, *limits), **_compare_pairs(case, row["ratio"])}
+            if key and "" in good:
+                row["of_default"] = ms / taken[0]
+                row["note"] = "; ".join(filter(None, (f"{row['of_default']:.2f} × without", row.get("note"))))
+            done[key] = row
     return _give(done[next(iter(variants))])
 
 
