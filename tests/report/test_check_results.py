@@ -82,3 +82,19 @@ def test_the_script_of_the_study_names_plans_that_ship():
     assert all(
         re.search(rf"^        {step}\) ", text, re.M) and re.search(rf"^#   .*\b{step}\b", text, re.M) for step in steps
     )
+
+
+def test_tables_of_benchmarks_take_the_latest_row(check, tmp_path, monkeypatch):
+    blocks = check.benchmark_blocks
+    row = {"group": "rows", "method": "window, padded", "n": 64, "baseline": "8 rows", "target": 1.1}
+    for name, ratio in (("a.json", 1.3), ("b.json", 1.2)):
+        rows = [row | {"ratio": ratio, "met": False, "of_peak": 0.5}, row | {"n": 128, "ratio": None, "met": None}]
+        (tmp_path / name).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    monkeypatch.setattr(blocks, "RESULTS", tmp_path)
+    monkeypatch.setattr(blocks, "FILES", ("a.json", "b.json"))
+    blocks.read_rows.cache_clear()
+    lines = check.render("benchmark_ratios", ["rows"]).splitlines()
+    assert lines[0] == "| | 64 | target | of the card's peak |"
+    assert lines[2] == "| window, padded | **1.20** | 1.1 | 50% |"
+    assert check.render("benchmark_ratios", ["prefill"]) == check.render("benchmark_ratios", ["rows", "128"])
+    blocks.read_rows.cache_clear()

@@ -1,0 +1,142 @@
+"""Blocks of docs/performance.md, printed from results files of `benchmarks/run.py`.
+
+After a new run: put its file into benchmarks/results, add its name at the end of `FILES`, and write the page anew:
+
+    python docs/results/check.py --write
+
+A row of a later file replaces the same row of earlier ones. A block without rows says that it is not measured yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FILES = (
+    "2026-11-16-h200-8.json",
+    "2026-11-16-h200-retrieve.json",
+    "2026-11-16-h200-share.json",
+    "2026-11-16-h200-frontier.json",
+    "2026-11-16-h200-frontier-2.json",
+)
+MISSING = "Not measured yet."
+NEAR_AND_FAR = ("ReRoPE", "Leaky ReRoPE", "SelfExtend")
+DECODED = ("ReRoPE 4096 + InfoScale", "InfoScale", "SelfExtend 4096/8 + InfoScale")
+GRAPH, EAGER = (tuple(f"{x}, batch {n}, {how}" for x in DECODED for n in (1, 8)) for how in ("graph", "eager"))
+# of the table at the top: words, group, how methods begin, lengths
+SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[int, ...]], ...] = (
+    ("InfoScale with RoPE, PI or YaRN, or with cosine scores, prompts from 16,384 tokens", "attention",
+     ("InfoScale", "CosScale"), (16384, 32768, 131072)),
+    ("ReRoPE, SelfExtend, window 1024, prompt of 4,096 tokens", "attention",
+     ("ReRoPE 1024", "SelfExtend 1024/"), (4096,)),
+    ("ReRoPE, Leaky ReRoPE, SelfExtend, prompt of 32,768 tokens", "attention", NEAR_AND_FAR, (32768,)),
+    ("the same, 131,072 tokens", "attention", NEAR_AND_FAR, (131072,)),
+    ("a share law on top of them", "share", ("",), (16384, 32768, 131072)),
+    ("a window, StreamingLLM, LM-Infinite, relative to FlexAttention's own window", "window", ("",), (32768, 131072)),
+    ("ALiBi", "attention", ("ALiBi",), (32768, 131072)),
+    ("`retrieve` with `pool=8`, prompt of 131,072 tokens", "retrieve", ("ReRoPE, queries=32,pool=8",), (131072,)),
+    ("forward and backward, InfoScale", "backward", ("InfoScale",), (16384,)),
+    ("forward and backward, ReRoPE 1024", "backward", ("ReRoPE 1024",), (16384,)),
+    ("entropy as well, relative to the same call without", "entropy", ("",), (32768,)),
+    ("one token with a CUDA graph, cache of 32,768 keys, relative to the plain model", "decoding", GRAPH, (32768,)),
+    ("one token without a graph", "decoding", EAGER, (32768,)),
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+@cache
+def read_rows() -> tuple[Row, ...]:
+    """Return the rows with a ratio of all files, a later one in place of an earlier one of the same name."""
+    rows: dict[tuple[str, str, int], Row] = {}
+    for name in FILES:
+        for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]:
+            if row.get("ratio") is not None and not row["method"].endswith("growth"):
+                rows[row["group"], row["method"], row["n"]] = row
+    return tuple(rows.values())
+
+
+def format_range(values: list[float]) -> str:
+    """Format the smallest and largest of some ratios."""
+    low, high = (f"{x:.2f}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def render_benchmark_summary() -> str:
+    """Print the lines of `SUMMARY` that are measured, on kernels that are on."""
+    lines = ["| | time relative to plain attention |", "|---|---|"]
+    for words, group, begins, lengths in SUMMARY:
+        ratios = [
+            row["ratio"] for row in _choose(group, begins) if row["n"] in lengths and "with " not in row["method"]
+        ]
+        if ratios:
+            lines.append(f"| {words} | {format_range(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_benchmark_ratios(groups: str, *words: str) -> str:
+    """Print the ratios of some groups, a row a method and a column a length; missed targets are bold.
+
+    Args:
+        groups: separated by commas; here and in words "_" is a space.
+        words: lengths, and with what methods begin; by default, all.
+    """
+    begins = tuple(word.replace("_", " ") for word in words if not word.isdecimal())
+    only = {int(word) for word in words if word.isdecimal()}
+    chosen = _choose(groups.replace("_", " "), begins or ("",))
+    rows = [row for row in chosen if not only or row["n"] in only]
+    if not rows:
+        return f"{MISSING}\n"
+    lengths = sorted({row["n"] for row in rows})
+    more: dict[str, Callable[[Row], str | None]] = {
+        "target": lambda row: None if row["target"] is None else f"{row['target']:.4g}",
+        "of the card's peak": lambda row: None if row.get("of_peak") is None else f"{row['of_peak']:.0%}",
+        "relative to": lambda row: row["baseline"],
+    }
+    more = {name: read for name, read in more.items() if any(read(row) is not None for row in rows)}
+    if len({row["baseline"] for row in rows}) == 1:
+        more.pop("relative to", None)  # the text says so once
+    lines = [
+        f"| | {' | '.join([*(f'{n:,}' for n in lengths), *more])} |",
+        "|---" * (1 + len(lengths) + len(more)) + "|",
+    ]
+    for group, method in dict.fromkeys((row["group"], row["method"]) for row in rows):
+        mine = [row for row in rows if (row["group"], row["method"]) == (group, method)]
+        cells = ["".join(_format_ratio(row) for row in mine if row["n"] == n) for n in lengths]
+        cells += [", ".join(dict.fromkeys(filter(None, map(read, mine)))) for read in more.values()]
+        lines.append(f"| {' | '.join((method, *cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def render_benchmark_decoding() -> str:
+    """Print what a prompt and a token cost, a row a recipe: a method's name is the recipe and, after it, the column."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in _choose("decoding", DECODED):
+        recipe, _, column = row["method"].partition(", ")
+        cells.setdefault(recipe, {})[column] = _format_ratio(row)
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {recipe} | {' | '.join(found.get(c, '') for c in columns)} |" for recipe, found in cells.items()]
+    return "\n".join(lines) + "\n"
+
+
+def render_benchmark_files() -> str:
+    """Print the files that the page is from, each with its hardware, torch, date and commit."""
+    lines = []
+    for name in FILES:
+        made = json.loads((RESULTS / name).read_text(encoding="utf-8"))["provenance"]
+        facts = f"{made['hardware']}, torch {made['torch'].partition('+')[0]}, {made['date']}, `{made['commit']}`"
+        lines.append(f"- [{name}](../benchmarks/results/{name}): {facts}")
+    return "\n".join(lines) + "\n"
+
+
+def _choose(groups: str, begins: tuple[str, ...]) -> list[Row]:
+    return [row for row in read_rows() if row["group"] in groups.split(",") and row["method"].startswith(begins)]
+
+
+def _format_ratio(row: Row) -> str:
+    text = f"{row['ratio']:.2f}" if row["ratio"] < 10 else f"{row['ratio']:.0f}"
+    return f"**{text}**" if row["met"] is False else text
