@@ -78,7 +78,7 @@ def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch):
 
 
 def test_pairs_are_counted(suite):
-    count = importlib.import_module("targets").count_pairs
+    count = importlib.import_module("calls").count_pairs
     i, j = torch.arange(12)[:, None], torch.arange(12)[None]
     assert count(12, 12) == (j <= i).sum() and count(12, 12, window=5) == ((j <= i) & (i - j < 5)).sum()
     assert count(12, 12, False) == 144 and count(12, 12, False, 3) == ((i - j).abs() <= 3).sum()
