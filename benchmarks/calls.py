@@ -166,7 +166,7 @@ def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
     return run, f"{PLAIN}{' (cudnn)' if cudnn else ''}{'' if causal else ', all pairs'}"
 
 
-def the_same(size: Sizes, recipe: str, options: dict[str, Any], case: Case, tensors: Tensors) -> tuple[Call, str]:
+def the_same(recipe: str, options: dict[str, Any], case: Case, tensors: Tensors) -> tuple[Call, str]:
     """The call with another recipe or option, without switches."""
     return make_call(case, tensors, (), recipe=recipe, **options), "the same without"
 

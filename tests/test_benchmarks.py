@@ -61,14 +61,15 @@ def test_every_switch_is_measured_against_the_same_call_without_it(suite, tiny):
         assert any(case.default or case.group == "retrieve" for case in cases if case.switches == name)
 
 
-def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch):
+@pytest.mark.parametrize("factor", [2, float("nan")])
+def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch, factor):
     targets = importlib.import_module("targets")
     case = next(iter(targets.list_switched(tiny)))
     make = targets.make_call
 
     def broken(case, tensors, used, **changed):
         call = make(case, tensors, used, **changed)
-        return (lambda: [2 * x for x in call()]) if used else call
+        return (lambda: [factor * x for x in call()]) if used else call
 
     monkeypatch.setattr(targets, "make_call", broken)
     jobs = targets._list_jobs(tiny, case)
