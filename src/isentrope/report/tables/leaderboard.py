@@ -165,7 +165,7 @@ def _format_difference(row: RankedRecipe) -> str | None:
 
 
 def _format_percent(x: float) -> str:
-    return f"{x:+.1f}" if abs(x) < 1000 else f"{x:+.0e}"
+    return f"{x:+.1f}" if abs(x) < 1000 else f"{x:+,.0f}"
 
 
 def _format_answers(row: RankedRecipe, task: str) -> str | None:
