@@ -20,10 +20,11 @@ import yaml
 
 from isentrope.functional import attention
 from isentrope.masks import Mask
-from isentrope.parts import REQUIRED, Part
+from isentrope.parts import Part
 from isentrope.positions.branch import Position
 from isentrope.positions.rope import RoPE
 from isentrope.recipe import Recipe
+from isentrope.recipe.catalog import PartDescription, describe_part
 from isentrope.recipe.kinds import KINDS
 from isentrope.share import Share
 from isentrope.temperatures.laws import Temperature
@@ -86,27 +87,23 @@ def render_card(kind: str, part: type[Part], text: dict[str, Any], picture: str,
     details = details.partition("Attributes:")[0].strip()
     needs = "It breaks a model that was not trained with it.\n\n" if part.needs_training else ""
     return (
-        f"# {part.__name__}\n\n{text['about'].strip()}\n\n    {' '.join(lead.split())}\n\n"
+        f"# {part.__name__}\n\n{text['about'].strip()}\n\n> {escape_prose(' '.join(lead.split()))}\n\n"
         + (f"{escape_prose(details)}\n\n" if details else "")
         + picture
         + f"**Use it** {text['use'].strip()}\n\n**Avoid it** {text['avoid'].strip()}\n\n{needs}"
         + f"**Source** {text['source'].strip()}\n\n## Recipe\n\n    {text['recipe']}\n\n"
-        + render_options(part)
+        + render_options(describe_part(kind, part))
         + render_measurements(part.name(), rows)
         + f"Kind: {kind}. [All methods](index.md)\n"
     )
 
 
-def render_options(part: type[Part]) -> str:
-    """Render a table of options, their defaults and what the docstrings of the class and its bases say of them."""
-    notes: dict[str, str] = {}
-    for base in reversed(part.__mro__):
-        if base.__doc__:
-            notes |= read_attributes(inspect.cleandoc(base.__doc__))
+def render_options(part: PartDescription) -> str:
+    """Render a table of options, their defaults and meanings."""
     lines = []
-    for key, default in part.options().items():
-        value = "required" if default is REQUIRED else f"`{format_default(default)}`"
-        lines.append(f"| `{key}` | {value} | {escape_cell(notes.get(key, ''))} |\n")
+    for option in part.options:
+        value = "required" if option.required else f"`{format_default(option.default)}`"
+        lines.append(f"| `{option.name}` | {value} | {escape_cell(option.meaning)} |\n")
     if not lines:
         return "It has no options.\n\n"
     return (
@@ -117,21 +114,6 @@ def render_options(part: type[Part]) -> str:
 
 def format_default(value: Any) -> str:
     return "open" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def read_attributes(doc: str) -> dict[str, str]:
-    """Return what the section `Attributes` of a docstring says of each name."""
-    notes: dict[str, str] = {}
-    current = ""
-    for line in doc.partition("Attributes:\n")[2].splitlines():
-        if match := re.match(r" {4}(\w[\w, ]*): (.*)", line):
-            current = match[1]
-            notes[current] = match[2]
-        elif current and line.startswith(" " * 8):
-            notes[current] += " " + line.strip()
-        else:
-            current = ""
-    return {name: note for names, note in notes.items() for name in names.split(", ")}
 
 
 def read_measurements(folder: Path) -> list[dict[str, Any]]:
@@ -177,8 +159,15 @@ def escape_cell(text: str) -> str:
 
 
 def escape_prose(text: str) -> str:
-    """Keep characters of formulas from being read as markup, outside of code."""
-    return re.sub(r"(`[^`]*`)|([*_<])", lambda match: match[1] or f"\\{match[2]}", text)
+    """Keep characters of formulas from being read as markup, outside of code; exponents in braces are raised."""
+
+    def replace(match: re.Match[str]) -> str:
+        code, exponent, less = match.group("code", "exponent", "less")
+        if exponent:
+            return f"<sup>{exponent}</sup>"
+        return code or ("&lt;" if less else f"\\{match[0]}")
+
+    return re.sub(r"(?P<code>`[^`]*`)|\^\{(?P<exponent>[^{}]*)\}|(?P<less><)|[*_]", replace, text)
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

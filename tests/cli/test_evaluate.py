@@ -26,6 +26,7 @@ from isentrope.experiments.runner import run_plan
 from isentrope.report.figures.leaderboard import draw_board
 from isentrope.report.html import recipes
 from isentrope.report.tables import leaderboard
+from isentrope.report.tables.numbers import format_perplexity
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.models import TRAINED, llama, tokens
 
@@ -60,13 +61,14 @@ def test_one_command_finds_the_best_recipe_and_saves_it(evaluated):
     assert {row["recipe"] for row in board["rows"]} == {"plain", *usual_recipes(256, 320)}
     plain = next(row for row in board["rows"] if row["recipe"] == "plain")
     row = chosen(board)
-    ratios = f"{row['perplexity'][-1] / plain['perplexity'][-1]:.3g} of plain's", f"{row['ratio']:.3f} of its"
-    assert f": {row['recipe']}: perplexity" in result.stdout and all(words in result.stdout for words in ratios)
+    there = f"where plain has {format_perplexity(plain['perplexity'][-1])}"
+    assert f": {row['recipe']}: perplexity" in result.stdout and there in result.stdout
     assert f"estimate: {2 * len(board['rows'])} passes of 320 tokens, about" in result.stderr
     assert board["rows"][0]["difference"] is None and board["rows"][1]["difference"]["low"] is not None
     assert any((other["inside"] or 0) > 0.5 for other in board["rows"])
     for other in board["rows"]:
-        lost = f"{other['recipe']}: {other['inside'] or 0:+.2f} % of perplexity inside" in result.stdout
+        why = f"left out, its perplexity inside the training length is {other['inside'] or 0:.2f} % higher"
+        lost = f"{other['recipe']}: {why}" in result.stdout
         assert lost == ((other["inside"] or 0) > 0.5)
 
     card = (folder / "saved" / "README.md").read_text()
@@ -245,12 +247,12 @@ def test_the_verdict(tmp_path):
     differences = {row["recipe"]: row["difference"] for row in board["rows"]}
     assert differences["plain"]["low"] == pytest.approx(4900) and differences["plain"]["high"] == pytest.approx(4900)
     said = leaderboard.summarize_ranking(tmp_path, last, window)
-    assert "chosen: rerope:window=8: perplexity 20.00 at 16–32, 0.4 of plain's 50.00" in said[0].plain
-    assert "not distinguishable from rerope by a 95 % interval, paired over 2 texts" in said[0].plain
-    assert said[1].plain.startswith("sink:size=8: perplexity 10.00, lower, but it forgets")
-    assert [(line.plain[:21], line.style) for line in said[2:]] == [("yarn:factor=2: +3.00 ", "red")]
+    assert said[0].plain.startswith("chosen: rerope:window=8: perplexity 20.00 at 16–32, where plain has 50.00;")
+    assert said[1].plain == "may be as good (by a 95 % interval over 2 texts): rerope"
+    assert said[2].plain.startswith("sink:size=8: perplexity 10.00, lower, but it forgets")
+    assert [(line.plain[:23], line.style) for line in said[3:]] == [("yarn:factor=2: left out", "red")]
     alone = leaderboard.summarize_ranking(tmp_path, ["plain", "rerope:window=8"])
-    assert alone[0].plain.startswith("best: rerope:window=8: ") and "5.000 of its 4.00" in alone[0].plain
+    assert alone[0].plain.startswith("best: rerope:window=8: ") and alone[0].plain.endswith("length +0.10 %")
     assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
     shown.print(leaderboard.build_leaderboard_table(tmp_path))
@@ -288,7 +290,8 @@ def test_passkeys_decide_where_they_differ(tmp_path):
     heads, lines = leaderboard.format_rows(board)
     assert dict(zip(heads, lines[1], strict=True))["passkey 32"] == "5 / 6 (44–97 %)"
     assert dict(zip(heads, lines[1], strict=True))["above"] == "+11.1 %"  # no interval of one text
-    assert "left out for fewer passkeys" in leaderboard.summarize_ranking(tmp_path, last)[0].plain
+    said = [line.plain for line in leaderboard.summarize_ranking(tmp_path, last)]
+    assert "left out, fewer passkeys found: rerope:window=8" in said
 
 
 def test_a_recipe_that_costs_far_more_than_others_leaves_them_to_be_seen():

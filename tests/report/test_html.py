@@ -24,7 +24,7 @@ from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 class Wellformed(HTMLParser):
     """Every element that must be closed is, in order; what a page would fetch is collected."""
 
-    EMPTY = frozenset({"meta", "input", "img", "br", "line"})
+    EMPTY = frozenset({"meta", "input", "img", "br", "wbr", "line"})
 
     def __init__(self) -> None:
         super().__init__()

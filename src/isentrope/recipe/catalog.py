@@ -126,6 +126,7 @@ def _read_meanings(part: type[Part]) -> dict[str, str]:
     meanings: dict[str, str] = {}
     for base in part.__mro__:
         _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
-        for name, text in re.findall(r"^    (\w+): (.+(?:\n {8,}.+)*)", section, re.MULTILINE):
-            meanings.setdefault(name, " ".join(text.split()))
+        for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8,}.+)*)", section, re.MULTILINE):
+            for name in names.split(", "):
+                meanings.setdefault(name, " ".join(text.split()))
     return meanings

@@ -77,7 +77,7 @@ function checkFormulas() {
 const fmt = (x) => (x >= 1e4 ? `${+(x / 1024).toPrecision(3)}k` : x >= 100 ? String(Math.round(x)) : String(+x.toPrecision(3)));
 
 function chart(id, series, options) {
-  const width = 460, height = 270, left = 46, right = 10, top = 8, bottom = 36;
+  const width = 460, height = 270, left = 46, right = 18, top = 8, bottom = 36;
   const xs = series.flatMap((s) => s.points.map((p) => p[0]));
   let ys = series.flatMap((s) => s.points.map((p) => p[1])).filter(Number.isFinite);
   if (options.logY) ys = ys.map((y) => Math.max(y, 1e-9));

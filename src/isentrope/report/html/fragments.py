@@ -51,10 +51,12 @@ def build_environment() -> Environment:
     with name_missing_extras():
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    return Environment(
+    environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
+    environment.filters["break_recipe"] = break_recipe
+    return environment
 
 
 def render(template: str, **values: Any) -> Markup:
@@ -87,7 +89,7 @@ def find_figure(stem: Path) -> dict[str, Path]:
 
 
 def break_recipe(recipe: str) -> Markup:
-    """Let a long recipe wrap at its parts and options."""
+    """Let a long recipe, alone or in a sentence, wrap at its parts and options."""
     from markupsafe import Markup, escape
 
     text = str(escape(recipe))

@@ -70,7 +70,9 @@ def _format_retrieval(folder: Path) -> dict[str, Any] | None:
         return None
     data, metric = read_retrieval(results)
     heads, rows = format_retrieval(data, metric)
-    return {"rows": [heads, *rows], "notes": " ".join(describe_retrieval(data, metric))}
+    # the recipe first: that column stays where a table scrolls sideways
+    swapped = [[recipe, task, *cells] for task, recipe, *cells in (heads, *rows)]
+    return {"rows": swapped, "notes": " ".join(describe_retrieval(data, metric))}
 
 
 def _read_plan(folder: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def summarize_ranking(folder: Path, recipes: Collection[str], forgetful: Collect
     if plain is None or board["inside"] is None:
         return []
     choice = choose_best(board, recipes, forgetful)
-    lines = [Text(describe_choice(choice, board, plain) if choice else _describe_none(board))]
+    lines = list(map(Text, describe_choice(choice, board, plain) if choice else [_describe_none(board)]))
     window = choose_best(board, [recipe for recipe in recipes if recipe in forgetful])
     last = None if choice is None else rows[choice.recipe]["perplexity"][-1]
     if window is not None and (last is None or rows[window.recipe]["perplexity"][-1] < last):
@@ -71,35 +71,32 @@ def summarize_ranking(folder: Path, recipes: Collection[str], forgetful: Collect
         lines.append(
             Text(
                 f"{window.recipe}: perplexity {lower}, lower, but it forgets text outside its window; "
-                "evaluate --save takes such a recipe with --allow-forgetting alone"
+                "--allow-forgetting lets evaluate --save take it"
             )
         )
     for row in board["rows"]:
         if row["recipe"] in recipes and is_degraded(row):
-            text = f"{row['recipe']}: {row['inside']:+.2f} % of perplexity inside the training length"
-            lines.append(Text(text, style="red"))
+            why = f"its perplexity inside the training length is {row['inside']:.2f} % higher"
+            lines.append(Text(f"{row['recipe']}: left out, {why}", style="red"))
     return lines
 
 
-def describe_choice(choice: Choice, board: Leaderboard, plain: RankedRecipe) -> str:
-    """Describe a choice in a sentence; "best" is said only of a recipe that no other may equal."""
-    rows = {row["recipe"]: row for row in board["rows"]}
-    numbers = _describe(rows[choice.recipe], plain, board)
-    fewer = f"; {', '.join(choice.fewer_answers)} left out for fewer passkeys" if choice.fewer_answers else ""
-    if not choice.ties:
-        return f"best: {numbers}{fewer}"
-    many = f"paired over {board['texts']} texts" if board["texts"] > 1 else "which takes two texts or more"
-    return f"chosen: {numbers}; not distinguishable from {', '.join(choice.ties)} by a 95 % interval, {many}{fewer}"
-
-
-def _describe(row: RankedRecipe, plain: RankedRecipe, board: Leaderboard) -> str:
-    last, plain_last, inside = row["perplexity"][-1], plain["perplexity"][-1], board["inside"]
-    assert inside is not None  # checked by the caller
-    return (
-        f"{row['recipe']}: perplexity {format_perplexity(last)} at {format_bucket(*board['edges'][-2:])}, "
-        f"{last / plain_last:.3g} of plain's {format_perplexity(plain_last)} there and {row['ratio']:.3f} of "
-        f"its {format_perplexity(inside)} inside the training length, where the recipe costs {row['inside']:+.2f} %"
-    )
+def describe_choice(choice: Choice, board: Leaderboard, plain: RankedRecipe) -> list[str]:
+    """Describe a choice, a fact a line; "best" is said only of a recipe that no other may equal."""
+    row = next(row for row in board["rows"] if row["recipe"] == choice.recipe)
+    own, others = (format_perplexity(each["perplexity"][-1]) for each in (row, plain))
+    lines = [
+        f"{'chosen' if choice.ties else 'best'}: {choice.recipe}: perplexity {own} at "
+        f"{format_bucket(*board['edges'][-2:])}, where plain has {others}; inside the training length "
+        f"{row['inside']:+.2f} %"
+    ]
+    if choice.ties:
+        texts = board["texts"]
+        why = f"by a 95 % interval over {texts} texts" if texts > 1 else "an interval takes two texts or more"
+        lines.append(f"may be as good ({why}): {', '.join(choice.ties)}")
+    if choice.fewer_answers:
+        lines.append(f"left out, fewer passkeys found: {', '.join(choice.fewer_answers)}")
+    return lines
 
 
 def _describe_none(board: Leaderboard) -> str:
@@ -165,7 +162,7 @@ def _format_difference(row: RankedRecipe) -> str | None:
 
 
 def _format_percent(x: float) -> str:
-    return f"{x:+.1f}" if abs(x) < 1000 else f"{x:+,.0f}"
+    return f"{x:+.1f}" if abs(x) < 1000 else f"{x:+,.0f}" if abs(x) < 1e6 else f"{x:+.0e}"
 
 
 def _format_answers(row: RankedRecipe, task: str) -> str | None:
