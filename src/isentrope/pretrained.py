@@ -325,7 +325,8 @@ def _hub_error(name: str | Path, error: OSError) -> OSError:
     """Name the model in an error of the hub, which does not."""
     if error.errno is not None:
         return error
-    return OSError(f"{name}: {_first_line(error)} Check the name, or fetch the model into a folder.")
+    where = "" if Path(name).expanduser().is_dir() else "no folder here has this name, and from the hub: "
+    return OSError(f"{name}: {where}{_first_line(error)} Check the name, or fetch the model into a folder.")
 
 
 def _shorten(error: Exception) -> str:

@@ -11,7 +11,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import isentrope.hf  # noqa: F401  # registers the model type, once transformers has imported all of itself
+from isentrope.utils.extras import MissingExtraError, name_missing_extras
 
 USAGE = "usage: python -m isentrope.run (COMMAND | SCRIPT.py | -m MODULE) [ARGUMENT …]"
 
@@ -21,6 +21,12 @@ def main(arguments: list[str]) -> object:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(f"{USAGE}\n\n{(__doc__ or '').strip()}")
         return 0 if arguments and arguments[0] != "-m" else 2
+    try:
+        with name_missing_extras():
+            import isentrope.hf  # noqa: F401  # registers the model type, once transformers has imported all of itself
+    except MissingExtraError as error:
+        print(f"isentrope.run: {error}", file=sys.stderr)
+        return 2
     program, *rest = arguments
     if program == "-m":
         sys.argv = rest

@@ -256,7 +256,7 @@ def test_a_model_that_is_not_on_the_hub_is_named(text, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
     for command in ("perplexity", "evaluate"):
-        words = "no/such: We couldn't connect. Check the name, or fetch the model into a folder."
+        words = "no/such: no folder here has this name, and from the hub: We couldn't connect. Check the name, or fetch"
         assert_one_line(tell(*commands("no/such", text, tmp_path)[command]), words)
 
 

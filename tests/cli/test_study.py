@@ -50,8 +50,9 @@ def test_status_says_how_far_it_is(study):
     folder, _ = study
     result = tell("study", "status", folder / "mine.yaml", "--out", folder)
     assert "8 of 8 cells done, 0 failed, 0 missing" in result.stdout
-    result = tell("study", "status", folder / "mine.yaml", "--out", folder / "nowhere", "--json")
+    result = tell("study", "status", folder / "mine.yaml", "--out", folder / "mine", "--json")
     assert json.loads(result.stdout) == {"plan": "mine", "cells": 8, "done": 0, "failed": 0}
+    assert_one_line(tell("study", "status", folder / "mine.yaml", "--out", folder / "nowhere"), "no such folder; --out")
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """`python -m isentrope.cli`, for launchers of several processes."""
 
-from isentrope.cli import app
+from isentrope.__main__ import main
 
 if __name__ == "__main__":
-    app()
+    main()

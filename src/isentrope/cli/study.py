@@ -136,7 +136,10 @@ def status(
     from isentrope.experiments.plan import load_plan
     from isentrope.experiments.runner import plan_status
 
-    counts = plan_status(load_plan(plan), out)
+    loaded = load_plan(plan)
+    if not out.is_dir():
+        raise ValueError(f"{out}: no such folder; --out names the one that 'isentrope study run {plan}' writes to")
+    counts = plan_status(loaded, out)
     missing = counts["cells"] - counts["done"] - counts["failed"]
     with Output(as_json) as output:
         output.add(**counts)

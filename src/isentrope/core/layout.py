@@ -364,7 +364,10 @@ def find_token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
     count = tokens.sum(1, keepdim=True)
     last = torch.where(count == 0, first - 1, last)
     if values_are_readable(mask) and bool((count != last - first + 1).any()):
-        raise ValueError("attention_mask: expected padding on the left or right of each row, got it between tokens")
+        raise ValueError(
+            "attention_mask: expected padding on the left or right of each row, got it between tokens; pass the mask "
+            "to generate, which otherwise takes every pad token for padding"
+        )
     return first, last
 
 

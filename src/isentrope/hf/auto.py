@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import read_train_length, takes_position
-from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, read_auto_length
+from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, parse_length, read_auto_length
 
 
 def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, length: int | str) -> AutoRecipe:
-    """Choose the recipe of a loaded model.
+    """Choose the recipe of a loaded model; warn of a length that it reads without any.
 
     Args:
         layers: the model's.
@@ -29,7 +30,15 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
             own and takes_position(layer, layers) for layer, own in zip(layers, spans, strict=True)
         ),
     )
-    return choose_recipe(facts, length)
+    chosen, trained = choose_recipe(facts, length), facts.train_length
+    if trained is not None and (tokens := parse_length(length, trained)) <= trained:
+        warnings.warn(
+            f"recipe 'auto': {tokens} tokens are inside the training length of {trained}, so nothing changes; pass the "
+            "length to read, such as length='4x', or leave the model as it is",
+            UserWarning,
+            stacklevel=4,
+        )
+    return chosen
 
 
 def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe:

@@ -67,7 +67,9 @@ class LayerDescription:
     rows: tuple[tuple[int, tuple[int, ...], Distances], ...] = ()
 
     def __str__(self) -> str:
-        waves = "no rotation" if self.fastest is None else f"wavelengths {self.fastest:.3g} … {self.slowest:.3g} tokens"
+        waves = "no rotation"
+        if self.fastest is not None and self.slowest is not None:
+            waves = f"wavelengths {_format_wave(self.fastest)} … {_format_wave(self.slowest)} tokens"
         at = [f"{_format_distances(behind, distances)} in a row of {n} keys" for n, behind, distances in self.rows]
         laws = {"τ at n": self.tau}
         if self.far_bias is not None and self.far_tau != self.tau:
@@ -131,7 +133,7 @@ def describe(model: torch.nn.Module) -> Description:
         ValueError: it is no transformers model, or one that cannot be extended.
     """
     if (inner := find_model(model)) is None:
-        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
+        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
     config, extension = inner.config.get_text_config(), find_extension(inner)
     is_extended, trained = extension is not None, read_train_length(config)
     if extension is None:
@@ -301,6 +303,10 @@ def _format_region(region: Region) -> str:
         return ", ".join(parts) or ("every key up to the query" if high == 1 else "every key")
 
     return " and ".join(format_span(span.start, span.stop, span.low, span.high) for span in region.spans)
+
+
+def _format_wave(tokens: float) -> str:
+    return f"{tokens:.3g}" if tokens < 1000 else f"{tokens:,.0f}"
 
 
 def _format_distances(behind: tuple[int, ...], distances: Distances) -> str:

@@ -99,7 +99,7 @@ def extend(
     """
     inner = find_model(model)
     if inner is None:
-        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
+        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
     if (extension := find_extension(inner)) is not None:
         own = truncate(str(extension.recipe))
         raise ValueError(f"model: already extended with {own!r}; call isentrope.restore(model) first")

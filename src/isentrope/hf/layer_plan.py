@@ -33,7 +33,7 @@ def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[
         "dim": rotary_dims.pop() if len(rotary_dims) == 1 else None,
     }
     if not isinstance(recipe, (Recipe, str)):
-        raise ValueError(f"recipe: expected a Recipe or its text, got {recipe!r}")
+        raise ValueError(f"recipe: expected a Recipe or its text, such as 'auto:length=4x', got {recipe!r}")
     # copied: what a recipe learns belongs to one model
     recipe = Recipe.parse(recipe, **defaults) if isinstance(recipe, str) else copy.deepcopy(recipe)
     return recipe.resolve().fill_train_length(defaults["train_length"])

@@ -16,7 +16,15 @@ from isentrope.hf.extend import extend_checked
 from isentrope.hf.names import LAYER, SHARED_POSITION
 from isentrope.hf.peft_adapters import read_adapter
 from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe
-from isentrope.pretrained import HUB_OPTIONS, check_weights, load_pretrained, open_tensors, saved_dtype
+from isentrope.pretrained import (
+    HUB_OPTIONS,
+    check_weights,
+    load_pretrained,
+    open_tensors,
+    read_config,
+    resolve_model_name,
+    saved_dtype,
+)
 from isentrope.recipe import Recipe
 
 
@@ -36,16 +44,19 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: there is no recipe, or weights are missing, broken, pickled or not finite.
     """
-    if "config" not in options and (adapter := read_adapter(folder, _get_hub_options(options))) is not None:
-        return _load_adapter(folder, *adapter, options)
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **_get_hub_options(options))
+    folder, hub = resolve_model_name(str(folder)), _get_hub_options(options)
+    if "config" not in options:
+        if (adapter := read_adapter(folder, hub)) is not None:
+            return _load_adapter(folder, *adapter, options)
+        read_config(folder, **hub)  # its errors name the file, or the model on the hub
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **hub)
     read_recipe(config, folder)
     plain = copy_plain_config(config)
     kind = getattr(transformers, (plain.architectures or ["?"])[0], None)
     if kind is None:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
     device = options.get("device_map")
-    dtype = saved_dtype(folder, getattr(config, "dtype", None), **_get_hub_options(options))
+    dtype = saved_dtype(folder, getattr(config, "dtype", None), **hub)
     options["dtype"] = choose_load_dtype(dtype, options.pop("dtype", None), device if isinstance(device, str) else None)
     return load_and_extend(partial(load_pretrained, kind), folder, config=config, **options)
 

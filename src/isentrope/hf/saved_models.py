@@ -139,7 +139,10 @@ def read_recipe(config: PreTrainedConfig, where: str | Path) -> dict[str, Any]:
     """Return the recipe, backend and measurements of a saved config; raise ValueError where it has none."""
     saved = getattr(config, CONFIG_KEY, None)
     if not isinstance(saved, dict) or "recipe" not in saved:
-        raise ValueError(f"{where}: expected a config.json with an isentrope recipe, got none; was it extended?")
+        raise ValueError(
+            f"{where}: expected a config.json with an isentrope recipe, got none; load it with from_pretrained, then "
+            "isentrope.extend"
+        )
     return saved
 
 

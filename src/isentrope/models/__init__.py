@@ -1,20 +1,23 @@
 """Models of this package, known to transformers' Auto classes once it is imported."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from isentrope.utils.extras import name_missing_extras
 
-from isentrope.models.gau import (
-    GAUAlphaConfig,
-    GAUAlphaForMaskedLM,
-    GAUAlphaForSequenceClassification,
-    GAUAlphaForTokenClassification,
-    GAUAlphaModel,
-)
+with name_missing_extras():
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForMaskedLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
+
+    from isentrope.models.gau import (
+        GAUAlphaConfig,
+        GAUAlphaForMaskedLM,
+        GAUAlphaForSequenceClassification,
+        GAUAlphaForTokenClassification,
+        GAUAlphaModel,
+    )
 
 AutoConfig.register(GAUAlphaConfig.model_type, GAUAlphaConfig, exist_ok=True)
 AutoModel.register(GAUAlphaConfig, GAUAlphaModel, exist_ok=True)

@@ -25,7 +25,7 @@ ALIASES = {
     "dca": "dualchunk",
     "chunkllama": "dualchunk",
     "dualchunkattention": "dualchunk",
-    "dynamicntk": "ntk",
+    "dynamicntk": "ntk:factor=…,dynamic=True",
     "ntkaware": "ntk:factor=…",
     "linear": "pi:factor=…",
     "interpolation": "pi:factor=…",
@@ -43,6 +43,8 @@ ALIASES = {
     "original": "plain",
     "vanilla": "plain",
     "dense": "full",
+    "dynamic": "ntk:factor=…,dynamic=True",
+    "auto": "auto:length=4x",
     "best": "auto:length=4x",
 }
 FACTOR_PARTS = ("pi", "ntk", "yarn")  # whose number, as in yarn4, is a factor
@@ -51,6 +53,10 @@ FACTOR_PARTS = ("pi", "ntk", "yarn")  # whose number, as in yarn4, is a factor
 def suggest_part(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown part: what to write instead, or all that there is."""
     names = sorted(known)
+    if not name:
+        return "; each + stands between two parts"
+    if (spaced := re.fullmatch(r"(\w+)\s+(\w+\s*=.+)", name)) and spaced[1].lower() in names:
+        return f"; did you mean '{spaced[1].lower()}:{spaced[2]}'?"
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     if plain in names:
         return f"; did you mean {plain!r}?"
