@@ -1,4 +1,4 @@
-"""isentrope: attention that holds its focus at lengths a model was never trained on.
+"""isentrope: read texts longer than a model was trained on.
 
 attention, Recipe, LayerRecipes, Aux           one function for every method
 extend, extended, restore, describe            transformers models under a recipe

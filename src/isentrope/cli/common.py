@@ -30,7 +30,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Attention that keeps its focus at lengths a model was never trained on."""
+    """Read texts longer than a model was trained on: extend models, and measure which recipe works."""
 
 
 @contextmanager
