@@ -77,7 +77,8 @@ def imports(path: Path, on_import: bool = False) -> set[str]:
     """Modules of the package that a file imports, or imports at once; `from isentrope import x` is `isentrope.x`."""
     modules = set()
     nodes = list_nodes(path)
-    for node in nodes[0].body if on_import else nodes:
+    top = [each for node in nodes[0].body for each in (node.body if isinstance(node, ast.With) else [node])]
+    for node in top if on_import else nodes:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -1,6 +1,6 @@
 """`python -m isentrope.cli`, for launchers of several processes."""
 
-from isentrope.__main__ import main
+from isentrope.cli import app
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -73,7 +73,7 @@ def select_held_out(
     if not held_out or len(held_out) == len(blocks):
         raise ValueError(
             f"documents: expected some to train on and some to hold out, got {count} in {len(blocks)} "
-            f"group{'s' if len(blocks) != 1 else ''} that must stay together"
+            f"group{'s' if len(blocks) != 1 else ''} of near-duplicates, which stay together; add documents that differ"
         )
     return np.array(sorted(i for unit in held_out for i in unit), np.int64)
 

@@ -60,7 +60,7 @@ def read_causal_config(model: str, gguf_file: str | None = None) -> PreTrainedCo
     options = {"gguf_file": gguf_file} if gguf_file else {}
     saved = remove_marks(read_config(resolve_model_name(model), **options))
     if not saved:
-        hint = f"; add --gguf-file {names[0]}" if names else ""
+        hint = f"; add --gguf-file {names[0]}" if names else "; name the folder that save_pretrained wrote"
         raise ValueError(f"{model}: expected a model, got no config.json{hint}")
     kind = saved.get("model_type", GAUAlphaConfig.model_type)  # published GAU-α checkpoints name no type
     if kind == GAUAlphaConfig.model_type:
@@ -193,7 +193,7 @@ def check_save_folder(folder: Path | None) -> None:
     if folder is None:
         return
     if folder.exists():
-        raise ValueError(f"save: expected a folder that is not there yet, got {folder}")
+        raise ValueError(f"save: expected a folder that is not there yet, got {folder}; choose another name")
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(folder.parent, os.W_OK):
         raise ValueError(f"save: directory not writable: {folder.parent}; choose another")

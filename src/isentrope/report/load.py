@@ -220,7 +220,10 @@ def load_plans(folder: Path, required: bool = True) -> list[PlanResults]:
         raise ValueError(f"{folder}: expected a folder that isentrope study run wrote, got no folder")
     folders = find_result_folders(folder, "plan.json")
     if required and not folders:
-        raise ValueError(f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none")
+        raise ValueError(
+            f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none; name the folder that "
+            "was --out of study run, evaluate or compare"
+        )
     return [_load_plan(path) for path in folders]
 
 
