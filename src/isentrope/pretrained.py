@@ -36,7 +36,7 @@ def resolve_model_name(name: str) -> str:
     if (folder := Path(name).expanduser()).is_dir():
         return str(folder)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub")
+        raise ValueError(f"{name}: expected a folder with a model, or a name on the hub, got neither; check the path")
     return name
 
 

@@ -12,6 +12,7 @@ from transformers import MistralConfig
 from transformers.utils import logging as transformers_logging
 
 import isentrope as ise
+from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.hf.auto import choose_for_config, resolve_auto
 from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import llama, tokens
@@ -86,6 +87,13 @@ def test_a_window_beyond_the_training_length_warns():
     ise.extend(llama(), "rerope:window=64")
 
 
+@pytest.mark.parametrize("length", [4, "1x"])
+def test_auto_warns_of_a_length_inside_the_training_length(length):
+    with pytest.warns(UserWarning, match=r"inside the training length of 64, so nothing changes; pass the length"):
+        model = ise.extend(llama(), "auto", length=length)
+    assert ise.describe(model).recipe == "plain"
+
+
 def test_lengths_of_extended_models_are_not_warned_of(caplog, monkeypatch):
     transformers_logging.warning_once.cache_clear()  # another test may have been warned
     for name in ("transformers", "transformers.generation.stopping_criteria"):
@@ -99,8 +107,14 @@ def test_lengths_of_extended_models_are_not_warned_of(caplog, monkeypatch):
         "Token indices sequence length is longer than the specified maximum sequence length for this model (80 > %d)."
     )
     tokenizers.warning(warning % 64)
+    with under_recipe(model, "plain"):  # what commands measure an extended folder with
+        model.generate(tokens(1, 80), **options)
+    model.generate(tokens(1, 80), **options)
+    ise.restore(model)
+    with under_recipe(model, "plain"):  # beyond its length on purpose
+        model.generate(tokens(1, 80), **options)
     assert not caplog.records
-    ise.restore(model).generate(tokens(1, 80), **options)
+    model.generate(tokens(1, 80), **options)
     tokenizers.warning(warning % 77)
     said = dict.fromkeys(record.getMessage()[:19] for record in caplog.records)  # two loggers propagate here
     assert list(said) == ["This is a friendly ", "Token indices seque"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from isentrope.hf.extend import extended
+from isentrope.hf.generation import without_length_warnings
 from isentrope.recipe import Recipe
 
 PLAIN = "plain"  # the model as it is
@@ -30,7 +31,7 @@ def check_recipes(recipes: Sequence[str]) -> None:
 
 def under_recipe(model: PreTrainedModel, recipe: Recipe | str) -> AbstractContextManager[object]:
     """Extend a model while the block lasts; leave it as it is under `plain`."""
-    return nullcontext() if recipe in (PLAIN, Recipe()) else extended(model, recipe)
+    return without_length_warnings(model) if recipe in (PLAIN, Recipe()) else extended(model, recipe)
 
 
 def pair_with_untempered(recipes: Sequence[str]) -> Iterator[tuple[str, str]]:

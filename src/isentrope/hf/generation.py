@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -53,6 +55,19 @@ def restore_length_warnings(model: PreTrainedModel) -> None:
     """Undo `silence_length_warnings`."""
     model.__dict__.pop(_CRITERIA, None)
     _extended.discard(model)
+
+
+@contextmanager
+def without_length_warnings(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Silence the warnings in a block, for a plain model that reads beyond its training length on purpose."""
+    if model in _extended:
+        yield model
+        return
+    silence_length_warnings(model)
+    try:
+        yield model
+    finally:
+        restore_length_warnings(model)
 
 
 def _is_still_true(record: logging.LogRecord) -> bool:

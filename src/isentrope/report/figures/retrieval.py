@@ -20,6 +20,7 @@ from isentrope.report.tables.retrieval import METRIC_TITLES, read_retrieval
 COLOUR_MAP = "cividis"  # perceptually uniform, also without colours
 MISSING_COLOUR = "#E4E4E4"
 MAX_COLUMNS = 4
+MIN_PANEL_INCHES = 2.6  # for the longest parts of recipes, which a title does not break
 
 
 def draw_heatmaps(results: Path) -> list[Path]:
@@ -36,10 +37,10 @@ def _draw_task(data: dict[str, Any], task: str, metric: str) -> Figure:
     lengths, recipes = data["config"]["lengths"], data["config"]["recipes"]
     cells = _average_fillers([cell for cell in data["cells"] if cell["task"] == task], metric)
     depths = sorted({depth for _, _, depth in cells if depth is not None})
-    panel_width = 1.4 + 0.55 * len(lengths)  # inches
+    panel_width = max(MIN_PANEL_INCHES, 1.4 + 0.55 * len(lengths))  # inches
     if depths:
         panels = {
-            _wrap_recipe(recipe, int(10 * panel_width)): {
+            _wrap_recipe(recipe, int(8.5 * panel_width)): {
                 f"{depth:g}": [cells.get((recipe, n, depth)) for n in lengths] for depth in depths
             }
             for recipe in recipes
