@@ -148,7 +148,7 @@ def test_a_config_of_ones_own(tmp_path):
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(OSError, match="nothing-here"):
+    with pytest.raises(ValueError, match="nothing-here: expected a folder with a model"):
         ise.load(tmp_path / "nothing-here")
 
 

@@ -42,7 +42,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         The extended model.
 
     Raises:
-        ValueError: there is no recipe, or weights are missing, broken, pickled or not finite.
+        ValueError: there is no such folder or no recipe, or weights are missing, broken, pickled or not finite.
     """
     folder, hub = resolve_model_name(str(folder)), _get_hub_options(options)
     if "config" not in options:
