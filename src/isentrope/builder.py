@@ -71,6 +71,8 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     layout, q = inputs.layout, inputs.q
     if layout is None or (layout.queries, layout.keys) != (q.shape[2], inputs.k.shape[2]):
         layout = _compute_layout(inputs, recipe.mask)
+    if torch.compiler.is_compiling():
+        return _build_in_graph(inputs, recipe, layout)
     # recipes with one position method are cached, and dropped, together: they share the angles, which are large
     position = recipe.position
     position_key = None if position is None else position.cache_key()
@@ -92,8 +94,22 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     return call
 
 
+def _build_in_graph(inputs: Inputs, recipe: Recipe, layout: Layout) -> AttentionCall:
+    """Build the call in a graph that is being traced, where layers that share the layout share all but q, k and v."""
+    q = inputs.q
+    key = (recipe, inputs.mask, inputs.causal, inputs.rotated_keys, q.shape[1], q.shape[3], q.dtype)
+    first = layout.cached(
+        ("call", *key), lambda: _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
+    )
+    scale = first.scale if inputs.scale is None else _check_scale(inputs.scale)
+    parts = first.branches, scale, first.normalise, first.interleaved, inputs.dropout, first.choice
+    call = AttentionCall(q, inputs.k, inputs.v, layout, *parts)
+    vars(call)["chosen_backends"] = layout.cached(("backends", *key), dict)
+    return call
+
+
 def _is_cacheable(inputs: Inputs, recipe: Recipe) -> bool:
-    if torch.compiler.is_compiling() or inputs.lengths is not None or inputs.position_ids is not None:
+    if inputs.lengths is not None or inputs.position_ids is not None:
         return False
     if not recipe.cacheable or not isinstance(inputs.scale, (float, int, NoneType)):
         return False

@@ -21,7 +21,7 @@ from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CHOSEN_BACKENDS
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
-from isentrope.core.compile import values_are_readable
+from isentrope.core.compile import can_share_in_graph, values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.switches import list_switches
@@ -100,7 +100,7 @@ def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -
             return known
         backend = _choose_fastest(call)
         _announce(backend.name, call.q.device.type)
-        if len(chosen) < MAX_CHOSEN_BACKENDS:
+        if len(chosen) < MAX_CHOSEN_BACKENDS and (not torch.compiler.is_compiling() or can_share_in_graph()):
             chosen[key] = backend
         return backend
     check_backend(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,7 +29,7 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
         q = q if not any_query or _is_small(q) else _blank_nonfinite(q, queries)
     else:
         q, k, v = _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
-    return call if q is call.q and k is call.k and v is call.v else replace(call, q=q, k=k, v=v)
+    return call if q is call.q and k is call.k and v is call.v else call.set_tensors(q, k, v)
 
 
 def _blank(x: Tensor, slots: Tensor) -> Tensor:

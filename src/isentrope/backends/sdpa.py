@@ -101,13 +101,7 @@ class SDPABackend(MergedBackend):
             return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
         if (tiles := _tiles_of(branch)) is not None:
             return _forward_chunks(branch, tiles)
-        out = branch.v.new_zeros(*branch.q.shape[:-1], branch.v.shape[-1])
-        lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
-        for rows, _, tile in _masked_tiles(branch):
-            o, tile_lse = forward_tile(tile)
-            out[:, :, rows], lse[:, :, rows] = o[..., : out.shape[-1]], tile_lse
-        blind = branch.visible_counts == 0
-        return PartialOutput(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
+        return _forward_masked(branch)
 
     def backward_branch(
         self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
@@ -276,16 +270,52 @@ def _make_tile(branch: FoldedBranch, band: Band) -> Tile:
     return Tile(q[:, :, band.first : band.last], k, v, None, band, branch.scale)
 
 
+def _forward_masked(branch: FoldedBranch) -> PartialOutput:
+    """Compute a branch under masks, in chunks of rows."""
+    size = branch.v.shape[-1]
+    if _is_one_tile(branch):
+        out, lse = forward_tile(_make_whole_tile(branch))
+        out = out[..., :size]
+    else:
+        out = branch.v.new_zeros(*branch.q.shape[:-1], size)
+        lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
+        for rows, _, tile in _masked_tiles(branch):
+            o, tile_lse = forward_tile(tile)
+            out[:, :, rows], lse[:, :, rows] = o[..., :size], tile_lse
+    blind = branch.layout.cached_in_graph(("blind", branch.region), lambda: branch.visible_counts == 0)
+    return PartialOutput(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
+
+
+def _count_chunk_rows(branch: FoldedBranch) -> int:
+    """Return how many rows a mask may have."""
+    copies = branch.bounds[0].shape[0] * (1 if branch.slopes is None else branch.q.shape[1])
+    return max(1, min(MAX_CHUNK_ROWS, MAX_MASK_ELEMENTS // max(1, copies * branch.k.shape[2])))
+
+
+def _is_one_tile(branch: FoldedBranch) -> bool:
+    """Return whether a branch is one tile of all its queries and keys."""
+    return not branch.layout.banded and branch.q.shape[2] <= _count_chunk_rows(branch)
+
+
+def _make_whole_tile(branch: FoldedBranch) -> Tile:
+    """Make the tile of all queries and keys; layers of a traced graph share its mask."""
+    q, k, v = _get_operands(branch)
+    if branch.biased or branch.chosen is not None:
+        mask = _make_additive_mask(branch, None, None)
+    else:
+        key = ("additive mask", branch.region, q.dtype)
+        mask = branch.layout.cached_in_graph(key, lambda: _make_additive_mask(branch, None, None))
+    return Tile(q, k, v, mask, ALL_PAIRS, branch.scale)
+
+
 def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
     """Yield the rows of a branch in chunks, each with the keys it may see and their mask."""
-    q, k, v = _get_operands(branch)
-    queries, keys = q.shape[2], k.shape[2]
-    copies = (branch.bounds[0].shape[0]) * (1 if branch.slopes is None else q.shape[1])
-    step = max(1, min(MAX_CHUNK_ROWS, MAX_MASK_ELEMENTS // max(1, copies * keys)))
     # no numbers in slices, so that a traced length may stay a variable
-    if queries <= step and not branch.layout.banded:
-        yield slice(None), slice(None), Tile(q, k, v, _make_additive_mask(branch, None, None), ALL_PAIRS, branch.scale)
+    if _is_one_tile(branch):
+        yield slice(None), slice(None), _make_whole_tile(branch)
         return
+    q, k, v = _get_operands(branch)
+    queries, step = q.shape[2], _count_chunk_rows(branch)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         low, high = branch.layout.key_range(branch.region, rows.start, rows.stop)

@@ -100,6 +100,11 @@ class AttentionCall:
     # backends chosen for calls that differ in q, k and v alone; a copy with other branches begins without
     chosen_backends: dict[Any, Any] | None = field(default=None, init=False, repr=False)
 
+    def set_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        """Return the call with other tensors of the same sizes; a graph traces this faster than `replace`."""
+        parts = self.layout, self.branches, self.scale, self.normalise, self.interleaved, self.dropout, self.choice
+        return AttentionCall(q, k, v, *parts)
+
     @property
     def groups(self) -> int:
         """Query heads per key head."""
@@ -269,12 +274,12 @@ class FoldedBranch:
 
 def is_unmasked(region: Region, layout: Layout) -> bool:
     """Return whether every query sees every key."""
-    return region == EVERYTHING and layout.plain
+    return layout.plain and region == EVERYTHING
 
 
 def is_causal(region: Region, layout: Layout) -> bool:
     """Return whether a region is the plain causal triangle of self-attention."""
-    return region == CAUSAL and layout.plain and layout.queries == layout.keys
+    return layout.plain and layout.queries == layout.keys and region == CAUSAL
 
 
 def split_region(region: Region, layout: Layout) -> list[Region]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
-from isentrope.core.compile import values_are_readable
+from isentrope.core.compile import can_share_in_graph, values_are_readable
 from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
 from isentrope.core.region import Region, Span
 
@@ -82,6 +82,7 @@ class Layout:
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
         self._values: LRUCache[Hashable, Any] | None = None
+        self._traced: dict[Hashable, Any] | None = {} if torch.compiler.is_dynamo_compiling() else None
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
@@ -166,10 +167,21 @@ class Layout:
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, computed once for all calls that share the layout, as the layers of a model do."""
         if torch.compiler.is_compiling():
-            return make()
+            return self.cached_in_graph(key, make)
         if self._values is None:  # created here, since a layout inside a traced graph has none
             self._values = LRUCache(MAX_LAYOUT_VALUES)
         return self._values.get(key, make)
+
+    def cached_in_graph(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, traced once in the graph that the layout was made in; anew outside of graphs."""
+        if self._traced is None:
+            return make()
+        value: Any = self._traced.get(key)
+        if value is None:
+            value = make()
+            if can_share_in_graph():
+                self._traced[key] = value
+        return value
 
     @property
     def plain(self) -> bool:

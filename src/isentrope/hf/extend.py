@@ -299,6 +299,8 @@ def _apply(
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
     handles.append(inner.base_model.register_forward_pre_hook(begin_step, with_kwargs=True))
+    handles.append(inner.base_model.register_forward_pre_hook(layouts.begin_pass))
+    handles.append(inner.base_model.register_forward_hook(layouts.end_pass))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
     silence_length_warnings(inner)
     enable_continuous_batching(inner)

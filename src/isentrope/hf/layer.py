@@ -174,7 +174,12 @@ class Layer(nn.Module):
     def get_layout(self, call: LayerCall) -> Layout:
         """Return the positions of a call's tokens, which the layers of a forward pass share."""
         query, key = call.query, call.key
-        if type(query) is not Tensor or query.is_meta or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            sizes = query.shape[2], key.shape[2]
+            return self.layouts.get_traced(
+                self.layout_kind, sizes, call.mask, call.position_ids, lambda: self._compute_layout(call)
+            )
+        if type(query) is not Tensor or query.is_meta:
             return self._compute_layout(call)
         # a captured graph computes its own: what a pass before it has left behind would never change again
         captured = not values_are_readable(query)

@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from isentrope.core.caching import register_owner
+from isentrope.core.compile import can_share_in_graph
 from isentrope.core.layout import Layout
 
 
@@ -23,6 +25,14 @@ class CachedLayout(NamedTuple):
     layout: Layout
 
 
+class TracedLayout(NamedTuple):
+    """A layout in a graph that is being traced, and the tensors it was computed from."""
+
+    mask: Tensor | None
+    position_ids: Tensor | None
+    layout: Layout
+
+
 class LayoutCache:
     """The layouts of one model's current forward pass, one for each kind of layer.
 
@@ -30,11 +40,15 @@ class LayoutCache:
     the first layer of a kind does that and the others reuse its layout. An entry is dropped with its tensors, and all
     of them after the last layer; a copied or pickled model begins with none. The gain is in `core/caching.py`.
 
+    A compiled pass is traced with layouts of its own, from where the model begins to where it ends.
+
     Attributes:
         sharded: whether the pass began with a part of a sequence, of which other processes have the rest.
+        traced: the layouts of the pass that is being traced, None outside of one.
     """
 
     sharded = False
+    traced: dict[Hashable, TracedLayout] | None = None
 
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
@@ -80,6 +94,34 @@ class LayoutCache:
         else:
             self.entries[kind] = entry._replace(layer_index=index)
         return entry.layout
+
+    def begin_pass(self, module: nn.Module, args: Any) -> None:
+        """A hook on the model, before it runs."""
+        if torch.compiler.is_compiling():
+            self.traced = {} if can_share_in_graph() else None
+
+    def end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook on the model, after it has run: nothing of a graph may outlive it."""
+        if torch.compiler.is_compiling():
+            self.traced = None
+
+    def get_traced(
+        self,
+        kind: Hashable,
+        sizes: tuple[int, int],
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        compute: Callable[[], Layout],
+    ) -> Layout:
+        """Return the layout of a call in a graph that is being traced; `sizes` are its queries and keys."""
+        entry = None if self.traced is None else self.traced.get(kind)
+        if entry is not None and entry.mask is mask and entry.position_ids is position_ids:
+            if (entry.layout.queries, entry.layout.keys) == sizes:
+                return entry.layout
+        layout = compute()
+        if self.traced is not None and can_share_in_graph():
+            self.traced[kind] = TracedLayout(mask, position_ids, layout)
+        return layout
 
     def clear(self) -> None:
         """Drop all entries; the next layer computes its layout anew."""
