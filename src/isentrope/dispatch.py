@@ -21,10 +21,11 @@ from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CHOSEN_BACKENDS
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
-from isentrope.core.compile import can_share_in_graph, values_are_readable
+from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.switches import list_switches
+from isentrope.core.tracing import can_share_in_graph
 from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +58,17 @@ class MergedBackend(Backend):
         operands = [x for branch in branches for x in (branch.q, branch.k, branch.offset)]
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (call.v, *operands)):
             return self.forward_branches(branches)
-        function = TracedMergedAttention if torch.compiler.is_compiling() else MergedAttention
-        return function.apply(self, branches, call.v, *operands)
+        if not torch.compiler.is_compiling():
+            return MergedAttention.apply(self, branches, call.v, *operands)
+        self.share_masks(branches)
+        return TracedMergedAttention.apply(self, branches, call.v, *operands)
 
     def list_branches(self, call: AttentionCall) -> list[FoldedBranch]:
         """Return the branches to compute, in operations that autograd records."""
         return call.fold()
+
+    def share_masks(self, branches: list[FoldedBranch]) -> None:
+        """Trace what layers share before the autograd function, which torch traces as a graph of its own."""
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         """Return the merged output and log-sum-exp of all branches."""
@@ -150,7 +154,7 @@ class MergedAttention(torch.autograd.Function):
         out, lse = backend.forward_branches(_set_operands(branches, v, operands))
         empty = v.new_empty(0)  # autograd keeps the operands itself
         ctx.backend = backend
-        ctx.branches = [replace(branch, q=empty, k=empty, v=empty, offset=None) for branch in branches]
+        ctx.branches = [branch.set_operands(empty, empty, empty, None) for branch in branches]
         ctx.save_for_backward(out, lse, v, *operands)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -208,6 +212,4 @@ def compute_offset_gradient(part: PartialOutput, grad: Tensor, out: Tensor, lse:
 
 def _set_operands(branches: list[FoldedBranch], v: Tensor, operands: Sequence[Any]) -> list[FoldedBranch]:
     triples = zip(operands[::3], operands[1::3], operands[2::3], strict=True)
-    return [
-        replace(branch, q=q, k=k, v=v, offset=offset) for branch, (q, k, offset) in zip(branches, triples, strict=True)
-    ]
+    return [branch.set_operands(q, k, v, offset) for branch, (q, k, offset) in zip(branches, triples, strict=True)]

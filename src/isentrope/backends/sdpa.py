@@ -74,6 +74,12 @@ class SDPABackend(MergedBackend):
             return out, None
         return super().forward(call, need_lse)
 
+    def share_masks(self, branches: list[FoldedBranch]) -> None:
+        for branch in branches:
+            if _band_of(branch) is None and _is_one_tile(branch):
+                _make_whole_mask(branch)
+                _find_blind_queries(branch)
+
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         q, v = branches[0].q, branches[0].v
         tiled = [_tiles_of(branch) for branch in branches]
@@ -118,10 +124,13 @@ class SDPABackend(MergedBackend):
             tq, tk, tv = backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
             dk, dv = (pad_rows(x, band.begin, branch.k.shape[2]) for x in (tk, tv))
             return _finish_gradients(branch, pad_rows(tq, band.first, branch.q.shape[2]), dk, dv)
+        tiles = _tiles_of(branch)
+        if tiles is None and _is_one_tile(branch):
+            parts = backward_tile(_make_whole_tile(branch), _pad(grad, size), _pad(out, size), lse)
+            return _finish_gradients(branch, *(x.to(lse.dtype) for x in parts))
         # every tile adds to dk and dv: sums are kept in fp32
         dq = torch.zeros_like(branch.q, dtype=lse.dtype)
         dk, dv = (x.new_zeros(x.shape[0], lse.shape[1], *x.shape[2:], dtype=lse.dtype) for x in (branch.k, branch.v))
-        tiles = _tiles_of(branch)
         for batch, tile in _chunk_tiles(branch, tiles or []):
             _backward_chunks(batch, tile, (grad, out, lse), (dq, dk, dv))
         for rows, columns, tile in _masked_tiles(branch) if tiles is None else ():
@@ -282,7 +291,7 @@ def _forward_masked(branch: FoldedBranch) -> PartialOutput:
         for rows, _, tile in _masked_tiles(branch):
             o, tile_lse = forward_tile(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., :size], tile_lse
-    blind = branch.layout.cached_in_graph(("blind", branch.region), lambda: branch.visible_counts == 0)
+    blind = _find_blind_queries(branch)
     return PartialOutput(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
 
 
@@ -293,27 +302,29 @@ def _count_chunk_rows(branch: FoldedBranch) -> int:
 
 
 def _is_one_tile(branch: FoldedBranch) -> bool:
-    """Return whether a branch is one tile of all its queries and keys."""
+    """Return whether a branch is one tile, without numbers in slices, so that a traced length may stay a variable."""
     return not branch.layout.banded and branch.q.shape[2] <= _count_chunk_rows(branch)
 
 
+def _find_blind_queries(branch: FoldedBranch) -> Tensor:
+    """Return which queries see no key of a branch, (batch or 1, 1, queries)."""
+    return branch.layout.cached_in_graph(("blind", branch.region), lambda: branch.visible_counts == 0)
+
+
 def _make_whole_tile(branch: FoldedBranch) -> Tile:
-    """Make the tile of all queries and keys; layers of a traced graph share its mask."""
-    q, k, v = _get_operands(branch)
+    return Tile(*_get_operands(branch), _make_whole_mask(branch), ALL_PAIRS, branch.scale)
+
+
+def _make_whole_mask(branch: FoldedBranch) -> Tensor:
+    """Make the mask of all queries and keys, which the layers of a traced graph share unless it is biased."""
     if branch.biased or branch.chosen is not None:
-        mask = _make_additive_mask(branch, None, None)
-    else:
-        key = ("additive mask", branch.region, q.dtype)
-        mask = branch.layout.cached_in_graph(key, lambda: _make_additive_mask(branch, None, None))
-    return Tile(q, k, v, mask, ALL_PAIRS, branch.scale)
+        return _make_additive_mask(branch, None, None)
+    key = ("additive mask", branch.region, branch.q.dtype)
+    return branch.layout.cached_in_graph(key, lambda: _make_additive_mask(branch, None, None))
 
 
 def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
     """Yield the rows of a branch in chunks, each with the keys it may see and their mask."""
-    # no numbers in slices, so that a traced length may stay a variable
-    if _is_one_tile(branch):
-        yield slice(None), slice(None), _make_whole_tile(branch)
-        return
     q, k, v = _get_operands(branch)
     queries, step = q.shape[2], _count_chunk_rows(branch)
     for first in range(0, queries, step):

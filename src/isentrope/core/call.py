@@ -130,7 +130,7 @@ class AttentionCall:
         if not self._folded:
             for branch in self.branches:
                 # a traced autograd.Function takes no tensor twice, and its graph shares equal operations itself
-                earlier = [] if torch.compiler.is_compiling() else self._folded
+                earlier = [] if torch.compiler.is_compiling() and torch.is_grad_enabled() else self._folded
                 pairs = zip(self.branches, earlier, strict=False)
                 k = next((folded.k for other, folded in pairs if branch.rotates_keys_like(other)), None)
                 self._folded.append(self.fold_branch(branch, k))
@@ -206,6 +206,11 @@ class FoldedBranch:
     offset: Tensor | None = None
     chosen: ChosenBlocks | None = None
     distance_law: DistanceLaw | None = None
+
+    def set_operands(self, q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None) -> FoldedBranch:
+        """Return the branch with other tensors; a graph traces this faster than `replace`."""
+        laws = self.slopes, offset, self.chosen, self.distance_law
+        return FoldedBranch(q, k, v, self.scale, self.region, self.layout, *laws)
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""

@@ -37,28 +37,6 @@ def values_are_readable(x: Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def can_share_in_graph() -> bool:
-    """Return whether a graph is traced, and what is computed now may be used anywhere in the rest of it.
-
-    Not within checkpointed layers and autograd functions, which torch traces as graphs of their own, nor where a tracer
-    other than Dynamo runs.
-    """
-    return torch.compiler.is_dynamo_compiling() and _is_outermost_graph()
-
-
-def _is_outermost_graph() -> bool:
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        return bool(InstructionTranslator.current_tx().output.is_root_tracer())
-    except (ImportError, AttributeError):  # private names of torch: without them nothing is shared
-        return False
-
-
-# called, not traced; torch.compiler.assume_constant_result does the same, and takes seconds to import
-setattr(_is_outermost_graph, "_dynamo_marked_constant", True)  # noqa: B010
-
-
 @bounded_cache(MAX_DEVICES)
 def cuda_capability_major(device: torch.device) -> int:
     """Return the major compute capability of an NVIDIA GPU: 8 is Ampere and Ada, 9 Hopper."""

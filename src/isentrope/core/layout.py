@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
-from isentrope.core.compile import can_share_in_graph, values_are_readable
+from isentrope.core.compile import values_are_readable
 from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
 from isentrope.core.region import Region, Span
+from isentrope.core.tracing import GraphCache
 
 Frames = tuple[Tensor, Tensor, Tensor]
 MAX_SPANS = 2  # of a region, where a row has one query
@@ -82,7 +83,7 @@ class Layout:
     ) -> None:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
         self._values: LRUCache[Hashable, Any] | None = None
-        self._traced: dict[Hashable, Any] | None = {} if torch.compiler.is_dynamo_compiling() else None
+        self._traced = GraphCache() if torch.compiler.is_dynamo_compiling() else None
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
@@ -147,8 +148,7 @@ class Layout:
             query = key if self.queries == self.keys else _positions_at(key, self.own_slot)
         self.query = self.query if query is None else query
         self.key = self.key if key is None else key
-        low, high = self._key_frame
-        slots = self.slots
+        (low, high), slots = self._key_frame, self.slots
         inside = (slots >= low) & (slots < high)
         inside, low, key = torch.broadcast_tensors(inside, low, self.key)
         same = inside[:, 1:] & inside[:, :-1] & (low[:, 1:] == low[:, :-1])
@@ -174,14 +174,7 @@ class Layout:
 
     def cached_in_graph(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, traced once in the graph that the layout was made in; anew outside of graphs."""
-        if self._traced is None:
-            return make()
-        value: Any = self._traced.get(key)
-        if value is None:
-            value = make()
-            if can_share_in_graph():
-                self._traced[key] = value
-        return value
+        return make() if self._traced is None else self._traced.get(key, make)
 
     @property
     def plain(self) -> bool:
@@ -223,8 +216,7 @@ class Layout:
     def _bounds(self, region: Region, frame: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         clip = (self.frame_low, self.frame_high) if frame is None else frame
         pairs = [self._interval(span, clip) for span in region.spans] or [(clip[0], clip[0])]
-        pairs = [torch.broadcast_tensors(*pair) for pair in pairs]
-        lows, highs = zip(*pairs, strict=True)
+        lows, highs = zip(*(torch.broadcast_tensors(*pair) for pair in pairs), strict=True)
         rows = max(low.shape[0] for low in lows)
         low = torch.stack([x.expand(rows, -1) for x in lows], -1)
         high = torch.stack([x.expand(rows, -1) for x in highs], -1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.core.caching import register_owner
-from isentrope.core.compile import can_share_in_graph
 from isentrope.core.layout import Layout
+from isentrope.core.tracing import can_share_in_graph
 
 
 class CachedLayout(NamedTuple):
@@ -30,6 +30,7 @@ class TracedLayout(NamedTuple):
 
     mask: Tensor | None
     position_ids: Tensor | None
+    sizes: tuple[int, int]  # queries and keys
     layout: Layout
 
 
@@ -115,12 +116,11 @@ class LayoutCache:
     ) -> Layout:
         """Return the layout of a call in a graph that is being traced; `sizes` are its queries and keys."""
         entry = None if self.traced is None else self.traced.get(kind)
-        if entry is not None and entry.mask is mask and entry.position_ids is position_ids:
-            if (entry.layout.queries, entry.layout.keys) == sizes:
-                return entry.layout
+        if entry is not None and entry.mask is mask and entry.position_ids is position_ids and entry.sizes == sizes:
+            return entry.layout
         layout = compute()
         if self.traced is not None and can_share_in_graph():
-            self.traced[kind] = TracedLayout(mask, position_ids, layout)
+            self.traced[kind] = TracedLayout(mask, position_ids, sizes, layout)
         return layout
 
     def clear(self) -> None:

@@ -48,7 +48,7 @@ class Recipe:
         if isinstance(self.temperature, (list, tuple)):
             vars(self)["temperature"] = _order_pair(self.temperature)
         self._check_far_keys()
-        vars(self)["_resolved"] = None
+        vars(self).update(_resolved=None, _cacheable=self._is_cacheable())
         resolved = self.fill_train_length(None)
         if resolved is not self:
             vars(self)["_resolved"] = resolved  # made once, so that caches find the same object in every call
@@ -118,10 +118,7 @@ class Recipe:
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
-        known: bool | None = vars(self).get("_cacheable")
-        if known is None:
-            known = vars(self)["_cacheable"] = self._is_cacheable()
-        return known
+        return self._cacheable  # type: ignore[attr-defined, no-any-return]
 
     def _is_cacheable(self) -> bool:
         laws = (temperatures.Temperature, temperatures.Adaptive, temperatures.ScaleInvariant)
@@ -149,7 +146,8 @@ class Recipe:
         if position is self.position and share is self.share:
             return self
         filled = copy(self)
-        vars(filled).update(position=position, share=share, _resolved=None, _cacheable=None)
+        vars(filled).update(position=position, share=share, _resolved=None)
+        vars(filled)["_cacheable"] = filled._is_cacheable()
         return filled
 
     def _fill_share(self, defaults: dict[str, Any]) -> Recipe:
