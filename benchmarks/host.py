@@ -1,9 +1,11 @@
 """What a call costs the host: torch operations and CPU time, at sizes where all of it is Python and launches.
 
-    python benchmarks/host.py [--out FILE] [--calls N]
+    python benchmarks/host.py [--out FILE] [--calls N] [--compile]
 
 Operations are those that reach a kernel or make a view, counted below autograd: on a GPU most are a launch each. They
 do not depend on the machine; microseconds of CPU time do, and are the least of several repeats on one thread.
+--compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
+graph, and seconds of CPU time up to the graph ("eager") and up to AOTAutograd's ("aot_eager") and code ("inductor").
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ RECIPES = (
     "rerope:window=16+infoscale:train_length=16", "selfextend:window=16,group=4", "rope+window:size=16",
     "rope+sink:sinks=2,size=16",
 )  # fmt: skip
+COMPILED_LAYERS, COMPILERS = (2, 6), ("eager", "aot_eager", "inductor")
 MODEL_RECIPES = ("infoscale", "rerope:window=32+infoscale", "selfextend:window=32,group=4", "window:size=24")
 
 
@@ -77,9 +80,9 @@ def attention_rows(calls: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(layers: int | None = None) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers or LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
@@ -107,14 +110,46 @@ def read_token(model: LlamaForCausalLM) -> Callable[[], object]:
     return lambda: model(ids[:, :1], past_key_values=cache)
 
 
+def compile_rows() -> list[dict[str, Any]]:
+    """What one more layer adds when a whole model is compiled; the first model of each kind warms the compiler up."""
+    rows = []
+    few, many = COMPILED_LAYERS
+    for compiler in COMPILERS:
+        for text in (None, *MODEL_RECIPES):
+            compile_model(text, 1, compiler)
+            first, last = (compile_model(text, layers, compiler) for layers in (few, many))
+            operations, seconds = ((after - before) / (many - few) for before, after in zip(first, last, strict=True))
+            added = {"layers": [few, many], "operations": operations, "us": seconds * 1e6}
+            rows.append({"what": f"layer, {compiler}", "recipe": text or "unextended", **added})
+    return rows
+
+
+def compile_model(text: str | None, layers: int, compiler: str) -> tuple[int, float]:
+    """Operations of the graph of a pass, and seconds of CPU time until it has run once."""
+    torch._dynamo.reset()
+    model, operations = make_model(layers), 0
+    inner = torch._dynamo.lookup_backend(compiler)
+
+    def count(graph: Any, inputs: Any) -> Any:
+        nonlocal operations
+        operations = sum(node.op.startswith("call") for node in graph.graph.nodes)
+        return inner(graph, inputs)
+
+    run = torch.compile(model if text is None else ise.extend(model, text), fullgraph=True, backend=count)
+    begun = time.process_time()
+    run(torch.arange(100)[None] % 64, use_cache=False)
+    return operations, time.process_time() - begun
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/host.json"))
     parser.add_argument("--calls", type=int, default=100, help="calls of attention in one repeat")
+    parser.add_argument("--compile", action="store_true", help="what a layer adds to torch.compile of a model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
-        rows = attention_rows(options.calls) + model_rows(options.calls)
+        rows = compile_rows() if options.compile else attention_rows(options.calls) + model_rows(options.calls)
     for row in rows:
         print(f"{row['what']:14} {row['recipe']:45} {row['operations']:5.0f} operations {row['us']:9.0f} us")
     options.out.parent.mkdir(parents=True, exist_ok=True)

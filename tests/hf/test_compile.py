@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 from torch.testing import assert_close
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import isentrope as ise
+from isentrope.hf.layer import get_layer
 from tests.fixtures.models import llama, tokens
 
 NEAR_AND_FAR = (
@@ -148,3 +152,62 @@ def test_lengths_that_change_do_not_compile_for_ever():
             ids = tokens(2, length)
             assert_close(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
     assert counter.frame_count == 2
+
+
+def trace(model, **options):
+    """Count the operations of a pass by name, those of graphs inside the graph included."""
+    operations = Counter()
+
+    def collect(graph, inputs):
+        graphs = [module.graph for module in graph.modules() if isinstance(module, GraphModule)]
+        calls = [node.target for graph in graphs for node in graph.nodes if node.op.startswith("call")]
+        operations.update(getattr(target, "__name__", target) for target in calls)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend=collect)(tokens(2, 100), use_cache=False, **options)
+    return operations
+
+
+SHARED = {"cos", "sin", "log", "cumsum", "minimum", "maximum", "arange", "any"}  # in masks, angles and laws
+
+
+@pytest.mark.parametrize("recipe", ["infoscale", NEAR_AND_FAR])
+def test_layers_share_masks_angles_and_laws(recipe):
+    """What depends on positions alone is traced once: a further layer adds rotation, τ, the kernel and the merge."""
+    with torch.no_grad():
+        one, two = (trace(extended(recipe, layers)) for layers in (1, 2))
+        plain_one, plain_two = (trace(llama(num_hidden_layers=layers)) for layers in (1, 2))
+    added, plain = two - one, plain_two - plain_one
+    assert one.keys() & SHARED and not added.keys() & SHARED
+    assert added.total() <= plain.total() + (90 if recipe == NEAR_AND_FAR else 20)
+
+
+def test_training_passes_share_masks():
+    one, two = (trace(extended("infoscale", layers).train()) for layers in (1, 2))
+    assert one.keys() & SHARED and not (two - one).keys() & SHARED
+
+
+def test_checkpointed_layers():
+    """Each is a graph of its own, from which nothing may reach another."""
+    model, ids = extended("infoscale", layers=2).train(), tokens(2, 90)
+    model.gradient_checkpointing_enable()
+    fast, counter = compiled(model)
+    results = []
+    for run in (fast, model):
+        model.zero_grad()
+        out = run(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        results.append([out.logits.detach(), *(x.grad.clone() for x in model.parameters())])
+    assert counter.frame_count == 1
+    for ours, expected in zip(*results, strict=True):
+        assert_close(ours, expected, **CLOSE)
+
+
+def test_nothing_of_a_graph_outlives_it():
+    model = extended("rerope:window=32", layers=2)
+    fast, _ = compiled(model, "eager")
+    with torch.no_grad():
+        fast(tokens(1, 80), use_cache=False)
+    layouts = get_layer(model.model.layers[0].self_attn).layouts
+    assert layouts.traced is None and not layouts.entries

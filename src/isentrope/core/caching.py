@@ -1,6 +1,6 @@
 """Caches of whatever repeats from layer to layer and from call to call. All are bounded; `clear_caches` empties them.
 
-Nothing cached depends on the values of q, k and v, and nothing is read from a cache while a graph is traced.
+Nothing cached depends on the values of q, k and v, and nothing is read from these while a graph is traced (`tracing`).
 
 Gains are medians on an H200 in bf16 (benchmarks/results/2026-11-16-h200-caches.txt): "decode" is one token of a
 30-layer model (9 heads of 64, 3 key heads) at 4096 cached keys, 27 ms eagerly; "call" is one `attention` call of those
