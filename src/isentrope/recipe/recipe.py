@@ -118,7 +118,8 @@ class Recipe:
     @property
     def cacheable(self) -> bool:
         """Whether calls with the same layout may share what the recipe computes: no part learns or holds data."""
-        return self._cacheable  # type: ignore[attr-defined, no-any-return]
+        known: bool | None = vars(self).get("_cacheable")
+        return self._is_cacheable() if known is None else known
 
     def _is_cacheable(self) -> bool:
         laws = (temperatures.Temperature, temperatures.Adaptive, temperatures.ScaleInvariant)
