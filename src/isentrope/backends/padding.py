@@ -19,7 +19,7 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
     On a CPU the padded slots are read first, which costs less than copying all keys.
     """
     layout = call.layout
-    if not layout.padded:
+    if not layout.padded or layout.harmless_padding:
         return call
     queries, slots = layout.padding()
     q, k, v = call.q, call.k, call.v

@@ -30,6 +30,7 @@ MAX_HEAD_DIM = 256
 ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 MAX_MASK_ELEMENTS = 1 << 23
 MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
+MAX_SHARED_MASK_QUERIES = 16  # masks of so few are kept with a layout
 
 
 def has_fused_kernels(call: AttentionCall) -> bool:
@@ -77,7 +78,7 @@ class SDPABackend(MergedBackend):
     def share_masks(self, branches: list[FoldedBranch]) -> None:
         for branch in branches:
             if _band_of(branch) is None and _is_one_tile(branch):
-                _make_whole_mask(branch)
+                _get_additive_mask(branch)
                 _find_blind_queries(branch)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
@@ -312,15 +313,7 @@ def _find_blind_queries(branch: FoldedBranch) -> Tensor:
 
 
 def _make_whole_tile(branch: FoldedBranch) -> Tile:
-    return Tile(*_get_operands(branch), _make_whole_mask(branch), ALL_PAIRS, branch.scale)
-
-
-def _make_whole_mask(branch: FoldedBranch) -> Tensor:
-    """Make the mask of all queries and keys, which the layers of a traced graph share unless it is biased."""
-    if branch.biased or branch.chosen is not None:
-        return _make_additive_mask(branch, None, None)
-    key = ("additive mask", branch.region, branch.q.dtype)
-    return branch.layout.cached_in_graph(key, lambda: _make_additive_mask(branch, None, None))
+    return Tile(*_get_operands(branch), _get_additive_mask(branch), ALL_PAIRS, branch.scale)
 
 
 def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
@@ -332,8 +325,24 @@ def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
         low, high = branch.layout.key_range(branch.region, rows.start, rows.stop)
         if low < high:
             columns = slice(low, high)
-            mask = _make_additive_mask(branch, rows, columns)
+            mask = _get_additive_mask(branch, rows, columns)
             yield rows, columns, Tile(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, ALL_PAIRS, branch.scale)
+
+
+def _get_additive_mask(branch: FoldedBranch, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    """Return `_make_additive_mask`, once for the layers of a pass: in a traced graph, or where it is small."""
+    if branch.biased or branch.chosen is not None:
+        return _make_additive_mask(branch, rows, columns)
+
+    def make() -> Tensor:
+        return _make_additive_mask(branch, rows, columns)
+
+    part = tuple(None if x is None else (x.start, x.stop) for x in (rows, columns))
+    key = ("additive mask", branch.region, branch.q.dtype, part)
+    if torch.compiler.is_compiling() or branch.layout.queries > MAX_SHARED_MASK_QUERIES:
+        return branch.layout.cached_in_graph(key, make)
+    with torch.inference_mode(False):  # or a later call could not save it for its backward
+        return branch.layout.cached(key, make)
 
 
 def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice | None) -> Tensor:

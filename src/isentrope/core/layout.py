@@ -64,6 +64,7 @@ class Layout:
         anchored: whether every frame begins at slot 0.
         framed: whether the caller gave `frames`.
         implicit: whether positions are the default ones.
+        harmless_padding: whether padding holds what queries may see, which needs no zeros.
         padded_queries_matter: whether outputs of padded queries are read; otherwise a backend may leave them zero.
         complete_rows: whether the keys are all keys of their rows.
     """
@@ -87,7 +88,7 @@ class Layout:
         self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
-        self.padded_queries_matter = True
+        self.padded_queries_matter, self.harmless_padding = True, False
         if frames is None:
             self._compute_frames(rows or Rows())
         else:

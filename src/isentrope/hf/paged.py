@@ -217,7 +217,9 @@ class Pages:
         origin = torch.tensor(origins)[:, None].expand(-1, count)
         own_slot = torch.arange(width - count, width).expand_as(origin)
         frames = torch.stack((origin, torch.full_like(origin, width), own_slot)).to(self.device)  # one copy
-        return Layout(*size, frames=(frames[0], frames[1], frames[2]))
+        layout = Layout(*size, frames=(frames[0], frames[1], frames[2]))
+        layout.harmless_padding = True  # a key of the same request
+        return layout
 
     def _index_keys(self, numbers: list[int], width: int) -> Tensor:
         """Return the packed keys of some requests, (requests · width,): padding is the first key of its request."""
