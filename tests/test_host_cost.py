@@ -49,6 +49,24 @@ def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):
     assert (counts[1] - counts[0]) / 2 <= 133
 
 
+@pytest.mark.parametrize(("lengths", "more"), [((5, 7, 9, 20), 27), ((80, 90, 100, 110), 114)])
+def test_layers_of_a_served_step_share_all_but_their_own_operations(host, lengths, more, monkeypatch):
+    """While four requests decode, against the plain model: rotation alone where a recipe is idle."""
+    serving = importlib.import_module("serving")
+    counts = []
+    for recipe in (None, "rerope:window=32+infoscale"):
+        for layers in (1, 3):
+            monkeypatch.setattr(host, "LAYERS", layers)
+            model = host.make_model() if recipe is None else ise.extend(host.make_model(), recipe)
+            manager = serving.start(model, [[3] * length for length in lengths], 8)
+            with torch.no_grad():
+                while serving.run_step(manager, model.device)[1] > len(lengths):
+                    pass
+                counts.append(host.count_operations(lambda: serving.run_step(manager, model.device)))  # noqa: B023
+    plain, extended = (counts[1] - counts[0]) / 2, (counts[3] - counts[2]) / 2
+    assert extended - plain <= more
+
+
 def test_the_backend_is_chosen_once(monkeypatch):
     chosen = []
     dispatch = importlib.import_module("isentrope.dispatch")
