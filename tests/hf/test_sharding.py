@@ -21,6 +21,8 @@ PER_HEAD = ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2], [1.0, 1.5], [
 EXPONENTS = (0.5, -1.0, 1.5, 0.0)
 BRANCHES = ise.Recipe(None, ise.ReRoPE(8), ise.Power(8, EXPONENTS, keys="far"), None, ise.Share([EXPONENTS], 2))
 BY_LAYER = ise.LayerRecipes({"0-": BRANCHES})
+SSMAX = ise.Recipe(temperature=ise.SSMax(heads=4, bias=True))
+SSMAX.temperature.slope.data = torch.tensor([0.1, 0.3, 0.2, 0.5])
 UNTRAINED = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
 
@@ -34,6 +36,9 @@ class Mesh:
 
     def get_local_rank(self):
         return self.rank
+
+    def get_group(self):
+        return None
 
 
 def share(rank, size=2):
@@ -59,7 +64,9 @@ def attended(model, recipe):
 
 
 @UNTRAINED
-@pytest.mark.parametrize("recipe", ["alibi", PER_HEAD, BRANCHES, BY_LAYER], ids=["alibi", "fitted", "far", "layers"])
+@pytest.mark.parametrize(
+    "recipe", ["alibi", PER_HEAD, BRANCHES, BY_LAYER, SSMAX], ids=["alibi", "fitted", "far", "layers", "ssmax"]
+)
 def test_tensor_parallel_heads_are_those_of_the_whole_model(recipe):
     whole = attended(llama(num_hidden_layers=1), recipe)
     parts = [attended(share(rank), recipe) for rank in range(2)]
@@ -77,13 +84,6 @@ def test_tensor_parallel_refusals_name_all_heads():
         ise.extend(share(0), ise.Recipe(temperature=ise.Fitted((8, 64), [[1.0, 1.2]] * 2)))
     with pytest.raises(ValueError, match=r"llama: has 4 attention heads, share:beta=\(1,2,\),reference=56 has 2"):
         ise.extend(share(0), "rerope:window=8+share:beta=(1,2)")
-    with (
-        pytest.warns(UserWarning, match="was not trained"),
-        pytest.raises(
-            ValueError, match=r"tensor parallel: ssmax:heads=4 learns .* 4 heads, of which this process holds 2"
-        ),
-    ):
-        ise.extend(share(0), "ssmax", allow_untrained=True)
     with pytest.raises(ValueError, match=r"tensor parallel: retrieve.*chooses with all 4 heads together"):
         ise.extend(share(0), "rerope:window=8+retrieve:heads=all")
 
@@ -155,10 +155,31 @@ def in_process(rank, folder):
             expected = model(IDS).logits
         with torch.no_grad(), ise.extended(part, recipe, allow_untrained=True) as model:
             torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-4)
+    _check_ssmax(folder, whole, part)
     dist.destroy_process_group()
 
 
+def _check_ssmax(folder, whole, part):
+    """Every process has and learns the slopes of all heads, as one process does."""
+    results = []
+    for model in (whole, part):
+        ise.extend(model, SSMAX, allow_untrained=True)
+        output = model(IDS, labels=IDS)
+        output.loss.backward()
+        laws = [get_layer(layer.self_attn).temperature for layer in model.model.layers]
+        results.append((output.logits.detach(), *(x.grad for law in laws for x in law.parameters())))
+    assert len(results[0]) == 1 + 2 * len(whole.model.layers)
+    for one, other in zip(*results, strict=True):
+        assert one.shape == other.shape and one.abs().sum() > 0
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-4 * one.abs().max().item())
+    part.save_pretrained(f"{folder}/trained")  # written by the first process
+    dist.barrier()
+    saved = ise.load(f"{folder}/trained")
+    assert torch.equal(get_layer(saved.model.layers[0].self_attn).temperature.slope, SSMAX.temperature.slope)
+
+
+@UNTRAINED
 @pytest.mark.slow
 def test_tensor_parallel_in_two_processes(tmp_path):
-    llama().save_pretrained(tmp_path)
+    llama(num_hidden_layers=1).save_pretrained(tmp_path)  # tables of BRANCHES have one layer
     processes.spawn(in_process, (str(tmp_path),), nprocs=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
 from isentrope.parallel.context import SequenceParallel
+from isentrope.parallel.heads import shard_temperature
 from isentrope.parallel.key_parts import Options
 from isentrope.parallel.rows import ShardedRows, is_shard_mask
 from isentrope.recipe import Recipe
@@ -104,6 +106,7 @@ class Layer(nn.Module):
         learned: dict[str, nn.Module] = {
             getattr(law, "keys", "all"): law for law in recipe.temperatures if isinstance(law, nn.Module)
         }
+        self.shard_temperature = partial(shard_temperature, heads=info.local_heads, head_dim=info.head_dim)
         self.temperature = learned["all"] if "all" in learned else nn.ModuleDict(learned) if learned else None
 
     def idle(self, length: int, framed: bool) -> bool:
@@ -202,12 +205,11 @@ class Layer(nn.Module):
         if scale is not None and self.rope is not None:
             scale = scale * self.rope.scaling**2
         recipe = self.recipe
-        if isinstance(self.temperature, nn.ModuleDict):  # as they are registered: they may have been wrapped since
-            registered = dict(self.temperature.items())
-            laws = tuple(registered.get(law.keys, law) for law in recipe.temperatures)
-            recipe = replace(recipe, temperature=laws)
-        elif self.temperature is not None:
-            recipe = replace(recipe, temperature=self.temperature)
+        if self.temperature is not None:  # as they are registered: they may have been wrapped since
+            several = isinstance(self.temperature, nn.ModuleDict)
+            registered = dict(self.temperature.items()) if several else {"all": self.temperature}
+            laws = (registered.get(getattr(law, "keys", "all"), law) for law in recipe.temperatures)
+            recipe = replace(recipe, temperature=tuple(map(self.shard_temperature, laws)))
         return recipe, {"causal": self.causal, "mask": self.native_mask, "layout": layout, "scale": scale}
 
     def _rotate(self, call: LayerCall, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -243,10 +243,15 @@ def _rotate_alike(positions: list[_FittedPosition | None]) -> bool:
 
 
 def _localize(recipe: Recipe, layer: LayerInfo) -> Recipe:
-    """Return the recipe of a layer for the heads that are in this process, with modules of its own."""
-    own = [copy.deepcopy(law) if isinstance(law, nn.Module) else law for law in recipe.temperatures]
-    check_local_heads(recipe, layer.local_heads, layer.head_dim)
-    laws = tuple(shard_temperature(law, layer.local_heads, layer.head_dim) for law in own)
+    """Return the recipe of a layer for the heads that are in this process, with modules of its own.
+
+    What is learned stays whole, so that every process saves and trains all of it; layers take their heads from it.
+    """
+    check_local_heads(recipe, layer.local_heads)
+    laws = tuple(
+        copy.deepcopy(law) if isinstance(law, nn.Module) else shard_temperature(law, layer.local_heads, layer.head_dim)
+        for law in recipe.temperatures
+    )
     return replace(recipe, temperature=laws, share=shard_share(recipe.share, layer.local_heads))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from isentrope.parallel.heads import LocalHeads, has_heads
+from isentrope.parallel.heads import LocalHeads
 from isentrope.recipe import Recipe
 
 CONTEXT_PARALLEL_ERROR = (
@@ -20,26 +21,27 @@ CONTEXT_PARALLEL_ERROR = (
 
 def find_local_heads(model: PreTrainedModel, module: nn.Module, count: int) -> LocalHeads:
     """Find which heads an attention module with `count` of them has, under tensor parallelism."""
-    size, rank = _find_tensor_parallel_group(model, module)
+    size, rank, group = _find_tensor_parallel_group(model, module)
     config = getattr(module, "config", None) or model.config.get_text_config()
     split = size > 1 and getattr(config, "num_attention_heads", None) != count
-    return LocalHeads(rank * count, count, size * count) if split else LocalHeads(0, count, count)
+    return LocalHeads(rank * count, count, size * count, group) if split else LocalHeads(0, count, count)
 
 
-def _find_tensor_parallel_group(model: PreTrainedModel, module: nn.Module) -> tuple[int, int]:
-    """Return the size of the group that shares a module's attention heads, and this process's rank in it."""
+def _find_tensor_parallel_group(model: PreTrainedModel, module: nn.Module) -> tuple[int, int, Any]:
+    """Return the size of the group that shares a module's attention heads, this process's rank in it, and the group."""
     size, mesh = getattr(model, "tp_size", None) or 1, getattr(model, "_device_mesh", None)
     if size > 1 and mesh is not None:
         named = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
-        return size, named.get_local_rank()
+        return size, named.get_local_rank(), named.get_group()
     for weight in module.parameters():
         for axis, placement in enumerate(getattr(weight, "placements", ())):
             if placement.is_shard(0):
-                return weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis)  # type: ignore[attr-defined]
-    return 1, 0
+                mesh = weight.device_mesh  # type: ignore[attr-defined]
+                return mesh.size(axis), mesh.get_local_rank(axis), mesh.get_group(axis)
+    return 1, 0, None
 
 
-def check_local_heads(recipe: Recipe, heads: LocalHeads, head_dim: int) -> None:
+def check_local_heads(recipe: Recipe, heads: LocalHeads) -> None:
     """Raise ValueError for parts of a recipe that need all heads of a layer, where a process holds some."""
     if heads.count == heads.total:
         return
@@ -48,13 +50,6 @@ def check_local_heads(recipe: Recipe, heads: LocalHeads, head_dim: int) -> None:
             f"tensor parallel: {recipe.retrieve} chooses with all {heads.total} heads together, of which this process "
             f"holds {heads.count}; use heads=each"
         )
-    for law in recipe.temperatures:
-        if isinstance(law, nn.Module) and has_heads(law, head_dim):
-            raise ValueError(
-                f"tensor parallel: {law} learns a value for each of {heads.total} heads, of which this process holds "
-                f"{heads.count}, and the other processes would not receive what it learns; "
-                "extend the model without tensor parallelism"
-            )
 
 
 def check_unsharded(model: nn.Module, kind: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isentrope.positions import Branch, Lengths, Position
@@ -15,11 +16,18 @@ from isentrope.temperatures import Temperature
 
 @dataclass(frozen=True)
 class LocalHeads:
-    """The attention heads of a layer that are in this process: `count` of `total`, from `first` on."""
+    """The attention heads of a layer that are in this process: `count` of `total`, from `first` on.
+
+    `group` are the processes that have the others, where each is to learn the same for all heads.
+    """
 
     first: int
     count: int
     total: int
+    group: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalHeads:
+        return self  # a group cannot be copied
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,25 @@ class HeadwiseTemperature(Temperature):
         return bool(self.law.idle(length))
 
     def scale(self, n: Tensor, head_dim: int) -> Tensor:
-        return self.law.scale(n, head_dim)[..., self.heads.first : self.heads.first + self.heads.count, :]
+        tau = self.law.scale(n, head_dim)
+        if tau.requires_grad and self.heads.group is not None:
+            tau = _SumGradients.apply(tau, self.heads.group)
+        return tau[..., self.heads.first : self.heads.first + self.heads.count, :]
+
+
+class _SumGradients(torch.autograd.Function):
+    """The same values; their gradients are summed over processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 @dataclass(frozen=True)
