@@ -1,10 +1,14 @@
-"""Programs around models that processes share sequences of: FSDP, torch's context parallelism, Trainer, generation."""
+"""Programs around models that processes share sequences of: FSDP, torch's and accelerate's context parallelism,
+Trainer, generation."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -51,6 +55,30 @@ def check_torch_context_parallel(folder):
             with pytest.raises(ValueError, match="expected position_ids 0, 1, 2 … spread over 2 processes"):
                 model(ids, position_ids=positions + 1, use_cache=False)
     assert difference(parallel.gather(actual), expected) < TOLERANCE
+
+
+def check_accelerate(folder):
+    """`ParallelismConfig(cp_size=2)` outside Trainer: what `prepare` does to a model, and `maybe_context_parallel`."""
+    config = ParallelismConfig(cp_size=2)
+    mesh = config.build_device_mesh("cpu")
+    # an Accelerator itself refuses context parallelism without GPUs; these two methods need no more of it
+    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh=mesh)
+    ids, positions = tokens(1, 48), torch.arange(48)[None].contiguous()
+    expected, _, gradients = run_alone(ise.extend(llama(), TWO_BRANCHES), {"input_ids": ids, "labels": ids})
+    parallel = ise.ContextParallel(mesh["cp"])
+    model, alone = ise.extend(llama(), TWO_BRANCHES, parallel=parallel), ise.extend(llama(), TWO_BRANCHES)
+    Accelerator._prepare_cp(accelerator, model, alone)
+    labels = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    with Accelerator.maybe_context_parallel(accelerator, [ids, positions, labels], [1, 1, 1]):
+        logits = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum") / 47
+        loss.backward()
+        with pytest.raises(ValueError, match=r"context parallel: .*pass parallel=isentrope.ContextParallel"):
+            alone(ids, position_ids=positions, use_cache=False)
+    assert difference(parallel.gather(logits.detach()), expected) < TOLERANCE
+    parallel.sum_gradients(model)
+    for name, weight in model.named_parameters():
+        assert difference(weight.grad, gradients[name]) < TOLERANCE, name
 
 
 def check_removed_mask(folder):
@@ -125,6 +153,7 @@ def check_trainer(folder):
 CHECKS = {
     "fsdp": check_fsdp,
     "torch": check_torch_context_parallel,
+    "accelerate": check_accelerate,
     "mask": check_removed_mask,
     "generation": check_generation,
     "trainer": check_trainer,

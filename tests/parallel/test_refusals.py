@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import Trainer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import isentrope as ise
+from isentrope.hf.names import IMPLEMENTATION
 from isentrope.parallel.split import Split, plan_exchange
 from tests.fixtures.models import llama, tokens
 
@@ -83,6 +85,19 @@ def test_trainer_refuses_its_own_context_parallelism():
     model = ise.extend(llama(num_hidden_layers=1), "rerope:window=8")
     with pytest.raises(ValueError, match="only with SDPA attention, you are using isentrope"):
         Trainer._prepare_context_parallel_inputs(trainer, model, {"input_ids": IDS})
+
+
+def test_deepspeed_sequence_parallelism_is_refused(monkeypatch):
+    """It puts a function in place of the one registered, which attends with some heads to all tokens."""
+    recipe = "rerope:window=8"
+    model, attend = ise.extend(llama(num_hidden_layers=1), recipe), ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION]
+
+    def attend_with_half(module, query, key, value, mask, **options):
+        return attend(module, query[:, :2], key[:, :1], value[:, :1], None, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, IMPLEMENTATION, attend_with_half)
+    with pytest.raises(ValueError, match=r"extended with 4 heads, and got 2: .*pass parallel=isentrope.Ulysses"):
+        model(IDS)
 
 
 def test_heads_that_cannot_be_shared(one_process):

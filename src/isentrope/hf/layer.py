@@ -21,7 +21,7 @@ from isentrope.hf.layer_plan import LayerPlan
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.mask import make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
-from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, is_context_parallel
+from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.heads import shard_temperature
@@ -75,6 +75,7 @@ class Layer(nn.Module):
     Attributes:
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
         causal: whether no query sees ahead.
+        heads: of the queries that it is called with.
         eager_attention: the model's own attention function, where it has no SDPA.
         parallel: the processes that share a sequence.
     """
@@ -106,6 +107,7 @@ class Layer(nn.Module):
         learned: dict[str, nn.Module] = {
             getattr(law, "keys", "all"): law for law in recipe.temperatures if isinstance(law, nn.Module)
         }
+        self.heads = info.local_heads.count
         self.shard_temperature = partial(shard_temperature, heads=info.local_heads, head_dim=info.head_dim)
         self.temperature = learned["all"] if "all" in learned else nn.ModuleDict(learned) if learned else None
 
@@ -360,6 +362,8 @@ def attention_forward(
         raise ValueError(
             f"is_causal: this layer was extended with is_causal={layer.causal}; restore the model to change it"
         )
+    if query.shape[1] != layer.heads:
+        raise ValueError(HEADS_ERROR.format(expected=layer.heads, actual=query.shape[1]))
     call = LayerCall(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux)
     step = others.get(PAGED_STEP)
     return (layer(call) if step is None else step.attend(layer, call)), None

@@ -18,6 +18,12 @@ CONTEXT_PARALLEL_ERROR = (
     "parallel=isentrope.ContextParallel(…) to extend"
 )
 
+HEADS_ERROR = (
+    "attention: this layer was extended with {expected} heads, and got {actual}: another program exchanges heads for "
+    "tokens, as DeepSpeed's sequence parallelism does, or spread them after extend; pass parallel=isentrope.Ulysses(…) "
+    "to extend in its place, and apply tensor parallelism before"
+)
+
 
 def find_local_heads(model: PreTrainedModel, module: nn.Module, count: int) -> LocalHeads:
     """Find which heads an attention module with `count` of them has, under tensor parallelism."""
