@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import isentrope as ise
 from isentrope.hf.names import IMPLEMENTATION
+from isentrope.parallel.heads import LocalHeads
 from isentrope.parallel.split import Split, plan_exchange
 from tests.fixtures.models import llama, tokens
 
@@ -30,6 +31,27 @@ def one_process(tmp_path):
 def test_processes_must_have_been_started():
     with pytest.raises(ValueError, match="start them with torchrun"):
         ise.ContextParallel()
+
+
+def test_only_lost_connections_are_reported_as_such(one_process):
+    processes = ise.ContextParallel().processes
+
+    def fail(error):
+        raise error
+
+    for lost in (RuntimeError("[pair.cc:534] Connection closed by peer"), dist.DistBackendError("gone")):
+        with pytest.raises(RuntimeError, match="process 0 of 1 lost the connection to another"):
+            processes._run(lambda: fail(lost))  # noqa: B023
+    for other in (RuntimeError("Split sizes doesn't match total dim 0 size"), torch.OutOfMemoryError("no memory")):
+        with pytest.raises(type(other), match=str(other)):
+            processes._run(lambda: fail(other))  # noqa: B023
+
+
+def test_sharded_recipes_are_made_once(one_process):
+    parallel, heads = ise.Ulysses(), LocalHeads(0, 2, 4)
+    recipe, other = ise.Recipe.parse("alibi"), ise.Recipe.parse("ssmax:heads=4")
+    assert parallel._shard(recipe, heads, 8) is parallel._shard(recipe, heads, 8)
+    assert parallel._shard(other, heads, 8) is not parallel._shard(other, heads, 8)
 
 
 def test_options(one_process):

@@ -338,11 +338,10 @@ def _get_additive_mask(branch: FoldedBranch, rows: slice | None = None, columns:
         return _make_additive_mask(branch, rows, columns)
 
     part = tuple(None if x is None else (x.start, x.stop) for x in (rows, columns))
-    key = ("additive mask", branch.region, branch.q.dtype, part)
-    if torch.compiler.is_compiling() or branch.layout.queries > MAX_SHARED_MASK_QUERIES:
+    key = "additive mask", branch.region, branch.q.dtype, part
+    if branch.layout.queries > MAX_SHARED_MASK_QUERIES:
         return branch.layout.cached_in_graph(key, make)
-    with torch.inference_mode(False):  # or a later call could not save it for its backward
-        return branch.layout.cached(key, make)
+    return branch.layout.cached(key, make)
 
 
 def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice | None) -> Tensor:

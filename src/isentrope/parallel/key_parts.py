@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isentrope.backends.merge import MergedBackend, compute_offset_gradient
+from isentrope.backends.merge import MergedBackend, compute_offset_gradient, merge_into
 from isentrope.backends.padding import blank_padding
 from isentrope.builder import Inputs, build_call
 from isentrope.core.call import AttentionCall
@@ -120,7 +120,8 @@ class _PartwiseAttention(torch.autograd.Function):
                     block = call.build(q[:, :, rows], *parts[number].take(slots), queries, slots)
                     result = dispatch(block, call.options.backend, True, False)
                     assert result.lse is not None
-                    _merge_into(out[:, :, rows], lse[:, :, rows], result.out, result.lse)
+                    part_out, part_lse = result.out.to(out.dtype), result.lse.to(lse.dtype)
+                    merge_into(out[:, :, rows], lse[:, :, rows], part_out, part_lse)
         merged = out.to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, merged, lse)
@@ -151,14 +152,6 @@ class _PartwiseAttention(torch.autograd.Function):
         dk, dv = call.source.collect(k, v)
         weights = (total.to(weight.dtype) for total, weight in zip(d_learned, learned, strict=True))
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *weights
-
-
-def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part to the output and log-sum-exp of those before it, in place."""
-    total = torch.logaddexp(lse, part_lse.to(lse.dtype))
-    anchor = torch.where(total == -torch.inf, 0.0, total)  # a query that has seen nothing yet
-    out.mul_(torch.exp(lse - anchor)[..., None]).add_(part * torch.exp(part_lse.to(lse.dtype) - anchor)[..., None])
-    lse.copy_(total)
 
 
 def _differentiate(

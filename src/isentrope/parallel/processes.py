@@ -10,6 +10,9 @@ from torch import Tensor
 
 from isentrope.utils.messages import truncate
 
+# what backends say of a process that is gone, where they raise no error of a class of its own
+LOST_CONNECTION = ("connection", "timed out", "timeout", "broken pipe", "socket", "nccl")
+
 
 class Processes:
     """A process group, with errors of one sentence.
@@ -70,6 +73,8 @@ class Processes:
         try:
             return operation()
         except RuntimeError as error:
+            if not _is_lost_connection(error):
+                raise
             reason = truncate(str(error).strip().splitlines()[0])
             raise RuntimeError(
                 f"context parallel: process {self.rank} of {self.size} lost the connection to another, which may have "
@@ -81,3 +86,9 @@ class Processes:
 
     def __reduce__(self) -> Any:
         raise TypeError("a process group cannot be pickled; restore the model, and extend it again where it is loaded")
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether a collective failed for another process, and not for its arguments or for memory."""
+    message = str(error).lower()
+    return isinstance(error, dist.DistError) or any(words in message for words in LOST_CONNECTION)

@@ -5,12 +5,14 @@ Jacobs et al., "DeepSpeed Ulysses" (2023).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isentrope.core.caching import LRUCache
 from isentrope.functional import attention
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.exchanges import QKV, Output
@@ -20,6 +22,8 @@ from isentrope.parallel.processes import Processes
 from isentrope.parallel.rows import ShardedRows
 from isentrope.parallel.split import Split
 from isentrope.recipe import Recipe
+
+MAX_RECIPES = 256  # as many as a model has layers
 
 
 class Ulysses(SequenceParallel):
@@ -35,6 +39,7 @@ class Ulysses(SequenceParallel):
 
     def __init__(self, group: Any = None, layout: str = "contiguous") -> None:
         super().__init__(group, layout)
+        self._recipes = LRUCache[Hashable, tuple[Recipe, Recipe]](MAX_RECIPES)
 
     def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         q, k, v = qkv
@@ -43,13 +48,20 @@ class Ulysses(SequenceParallel):
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         q, k, v = (_GiveHeads.apply(x, rows.split, self.processes) for x in (q, k, v))
         result = attention(
-            q, k, v, shard_recipe(recipe, heads, q.shape[-1]), causal=options.causal, mask=options.mask,
+            q, k, v, self._shard(recipe, heads, q.shape[-1]), causal=options.causal, mask=options.mask,
             layout=rows.get_whole(options.jumping, q.device), scale=options.scale, backend=options.backend,
             return_lse=need_lse,
         )  # fmt: skip
         out, lse = (result[0], result[1].lse) if need_lse else (result, None)
         out = _GiveTokens.apply(out, rows.split, self.processes)
         return out, None if lse is None else _GiveTokens.apply(lse[..., None], rows.split, self.processes)[..., 0]
+
+    def _shard(self, recipe: Recipe, heads: LocalHeads, head_dim: int) -> Recipe:
+        """Return a recipe for some of the heads, the same for all calls, which then share what is cached for it."""
+        if not recipe.cacheable:
+            return shard_recipe(recipe, heads, head_dim)
+        key = (id(recipe), heads, head_dim)  # kept with the recipe, so that no other can have its id
+        return self._recipes.get(key, lambda: (recipe, shard_recipe(recipe, heads, head_dim)))[1]
 
     def _check(self, q: Tensor, k: Tensor, recipe: Recipe) -> LocalHeads:
         """Return the query heads that this process attends with."""

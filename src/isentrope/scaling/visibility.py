@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.masks import Causal, Full, Lambda, Sink, Window
+from isentrope.parallel.split import LAYOUTS, Split
 from isentrope.positions import ALiBi
 from isentrope.recipe import Recipe
-
-LAYOUTS = ("zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,11 @@ def read_visibility(recipe: Recipe | str) -> Visibility:
 
 
 def list_parts(tokens: int, processes: int, process: int, layout: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts of a text that a process holds.
-
-    "contiguous": one part of n / P. "zigzag": of 2 P parts the ones at `process` and 2 P - 1 - `process`, which
-    together have the same number of causal pairs in every process.
-    """
+    """Yield (start, stop) of the parts of a text that a process holds, in a layout of `ContextParallel`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
-    parts = processes if layout == "contiguous" else 2 * processes
-    for part in (process,) if layout == "contiguous" else (process, parts - 1 - process):
-        yield tokens * part // parts, tokens * (part + 1) // parts
+    for part in Split(tokens, processes, layout == "zigzag").chunks(process):
+        yield part.start, part.stop
 
 
 def count_busiest(visibility: Visibility, tokens: int, processes: int, layout: str) -> tuple[float, float]:
