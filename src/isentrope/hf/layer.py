@@ -208,8 +208,10 @@ class Layer(nn.Module):
             scale = scale * self.rope.scaling**2
         recipe = self.recipe
         if self.temperature is not None:  # as they are registered: they may have been wrapped since
-            several = isinstance(self.temperature, nn.ModuleDict)
-            registered = dict(self.temperature.items()) if several else {"all": self.temperature}
+            laws_by_keys = (
+                self.temperature if isinstance(self.temperature, nn.ModuleDict) else {"all": self.temperature}
+            )
+            registered = dict(laws_by_keys.items())
             laws = (registered.get(getattr(law, "keys", "all"), law) for law in recipe.temperatures)
             recipe = replace(recipe, temperature=tuple(map(self.shard_temperature, laws)))
         return recipe, {"causal": self.causal, "mask": self.native_mask, "layout": layout, "scale": scale}
