@@ -218,6 +218,7 @@ class Pages:
         own_slot = torch.arange(width - count, width).expand_as(origin)
         frames = torch.stack((origin, torch.full_like(origin, width), own_slot)).to(self.device)  # one copy
         layout = Layout(*size, frames=(frames[0], frames[1], frames[2]))
+        layout.offset = width - count  # in all rows, so that a window is a band of slots
         layout.harmless_padding = True  # a key of the same request
         return layout
 
