@@ -46,15 +46,21 @@ LAW_STYLES: dict[str, tuple[str, str]] = {
 }
 GREY, INK = "#888888", "#444444"
 DASHES, DOTS = (0, (5, 3)), (0, (1, 1.5))
+DOTS_PER_INCH = 160
 MIN_LABEL_GAP = 0.043  # share of the panel's height between the labels of two lines
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
     """Save a figure as `path` with the suffixes .png and .svg; the same figure gives the same bytes."""
     paths = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
+    figure.set_dpi(DOTS_PER_INCH)
+    if engine := figure.get_layout_engine():  # once: `savefig` does it again, and draws the figure to do so
+        engine.execute(figure)
+        figure.set_layout_engine(None)
     for target, kind in zip(paths, ("png", "svg"), strict=True):
         with write_atomically(target) as file, matplotlib.rc_context({"svg.hashsalt": "isentrope"}):
-            figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+            metadata = {"Date": None} if kind == "svg" else None
+            figure.savefig(file, format=kind, dpi=DOTS_PER_INCH, metadata=metadata)
     return paths
 
 
