@@ -28,6 +28,7 @@ from tests.fixtures.generation import (
     whole,
 )
 from tests.fixtures.models import llama, tokens
+from tests.fixtures.turns import in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
@@ -132,17 +133,19 @@ def test_a_conversation_goes_on_from_its_cache(recipe):
 # caches that let go
 
 
-@pytest.mark.parametrize("make", [mistral, gemma])
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        "rerope:window=16+infoscale:train_length=20",
-        "logn:train_length=20",
-        "selfextend:window=16,group=4+logn:train_length=20,count=position",
-        "rerope:window=16+lambda:sinks=3,window=16",
-    ],
+    ("recipe", "make"),
+    in_turns(
+        [
+            "rerope:window=16+infoscale:train_length=20",
+            "logn:train_length=20",
+            "selfextend:window=16,group=4+logn:train_length=20,count=position",
+            "rerope:window=16+lambda:sinks=3,window=16",
+        ],
+        (gemma, mistral),
+    ),
 )
-def test_sliding_caches_give_what_no_cache_gives(make, recipe):
+def test_sliding_caches_give_what_no_cache_gives(recipe, make):
     model, ids = extended(recipe, make()), tokens(2, 75)
     expected = whole(model, ids)
     plain = whole(make().double(), ids)
