@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -157,9 +158,23 @@ def read_gguf_once() -> Iterator[None]:
     except ImportError:  # reported where a file is to be read
         yield
         return
+    if not isinstance(gguf.GGUFReader, type):  # within such a block
+        yield
+        return
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """Of a plain array: a memmap takes several times as long to index, and metadata are a million entries."""
+
+        @property
+        def data(self) -> Any:
+            return self.array
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self.array = mapped.view(np.ndarray)
+
     originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in originals.items():
-        setattr(gguf, name, cache(function))
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(gguf.get_tensor_name_map)
     try:
         yield
     finally:

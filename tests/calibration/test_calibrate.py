@@ -115,11 +115,14 @@ def written():
     return texts(rows=rows)
 
 
-def test_a_known_optimum_is_found_and_kept(written, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "levels", [("scalar", "layer"), pytest.param(("scalar", "layer", "head"), marks=pytest.mark.slow)]
+)
+def test_a_known_optimum_is_found_and_kept(written, tmp_path, monkeypatch, levels):
     monkeypatch.setattr(descent, "PRIOR_SPREAD", 100.0)  # the texts alone shall speak
     model = llama(**SMALL)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    actual = fit_laws(model, written, CalibrationConfig(64), tmp_path, notify=silent)
+    actual = fit_laws(model, written, CalibrationConfig(64, levels=levels), tmp_path, notify=silent)
     assert actual.chosen == "layer", actual.reason
     tau = np.array(actual.recipe.temperature.table)
     np.testing.assert_allclose(tau[:, 0], [[1, 3, 3, 3], [1, 1, 1, 1]], rtol=0.25)
