@@ -12,10 +12,13 @@ pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests
 TESTS = Path(__file__).parent
 LONGEST = (
     "hf/test_compile", "contract/test_matrix", "hf/test_generation", "calibration/test_calibrate", "hf/test_batching",
-    "core/test_compile", "report/test_html", "test_attention", "calibration/test_near_and_far", "hf/test_streaming",
-    "hf/test_saving", "hf/test_sharing", "hf/test_families", "hf/test_smollm2", "test_properties",
-    "analysis/test_inspect", "hf/test_families_dense", "hf/test_stories", "cli/test_study", "cli/test_evaluate",
-    "evaluation/test_retrieval", "experiments/test_run", "test_scores", "training/test_causal",
+    "core/test_compile", "test_attention", "analysis/test_inspect", "calibration/test_near_and_far",
+    "parallel/test_context_parallel", "hf/test_sharing", "cli/test_study", "cli/test_evaluate",
+    "hf/test_continuous_batching", "hf/test_saving", "hf/test_streaming", "report/test_html", "test_properties",
+    "hf/test_families", "evaluation/test_retrieval", "test_batching", "test_padding", "test_near_and_far",
+    "theory/test_sphere", "hf/test_extend_matrix", "training/test_causal", "experiments/test_causal",
+    "hf/test_training", "hf/test_families_dense", "hf/test_smollm2", "hf/test_stories", "cli/test_bad_weights",
+    "temperatures/test_properties", "data/test_prepare", "experiments/test_run", "analysis/test_laws",
     "training/test_trainer", "training/test_killed",
 )  # fmt: skip
 

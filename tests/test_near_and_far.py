@@ -218,7 +218,7 @@ def test_gradients_are_those_of_differences(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
-@pytest.mark.parametrize("backend", ["sdpa", "chunked"])
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_a_learned_beta_in_a_compiled_graph(backend):
     share = LearnedShare()
     recipe = Recipe(None, METHODS["rerope"], ise.LogN(6, keys="far"), None, share)

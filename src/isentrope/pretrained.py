@@ -158,12 +158,13 @@ def read_gguf_once() -> Iterator[None]:
     except ImportError:  # reported where a file is to be read
         yield
         return
-    if not isinstance(gguf.GGUFReader, type):  # within such a block
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    if not isinstance(originals["GGUFReader"], type):  # within such a block
         yield
         return
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
-        """Of a plain array: a memmap takes several times as long to index, and metadata are a million entries."""
+    class Reader(gguf.GGUFReader):
+        """Of a plain array: a memmap takes three times as long to index, and metadata are a million entries."""
 
         @property
         def data(self) -> Any:
@@ -173,8 +174,8 @@ def read_gguf_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self.array = mapped.view(np.ndarray)
 
-    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(gguf.get_tensor_name_map)
+    for name, function in (originals | {"GGUFReader": Reader}).items():
+        setattr(gguf, name, cache(function))
     try:
         yield
     finally:

@@ -120,13 +120,13 @@ def keep_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_figures(monkeypatch)
     done = run(made, "--cap")
     assert done.exit_code == 0, done.output
     flat = " ".join(done.output.split())
     assert "holds: InfoScale improves ACC at 4096 for ReRoPE" in flat and ">500" in flat
     for name in ("main/table.md", "main/table.tex", "main/table.csv", "main/claims.json", "report.html"):
         assert (made / name).is_file() and name.split("/")[-1] in flat
-    keep_figures(monkeypatch)
     as_json = json.loads(run(made, "--json").output)
     assert as_json["report"] == str(made / "report.html")
     assert as_json["plans"][1]["claims"] == json.loads((made / "main" / "claims.json").read_text(encoding="utf-8"))
