@@ -136,15 +136,10 @@ def list_bidirectional(size: Sizes) -> Iterator[Case]:
 
 
 def list_retrieve(size: Sizes) -> Iterator[Case]:
-    """Chosen far keys by fewer launches, against the same without the switch."""
-    recipe = f"{branched(size.windows[0])[0].recipe}+retrieve"
-    for name, queries, used in (
-        ("all queries", size.middle, switches.RETRIEVE_ONE_CHUNK),
-        ("one query", 1, switches.ONE_QUERY),
-    ):
-        shape = make_shape(size, size.middle, queries)
-        base, pairs = partial(the_same, recipe, {}), 0
-        yield Case("retrieve", name, recipe, shape, pairs, None, base, switches=(used,), default=False)
+    """One query that chooses its far keys in two launches, against the same without the switch."""
+    recipe, shape = f"{branched(size.windows[0])[0].recipe}+retrieve", make_shape(size, size.middle, 1)
+    base, used = partial(the_same, recipe, {}), (switches.ONE_QUERY,)
+    yield Case("retrieve", "one query", recipe, shape, 0, None, base, switches=used, default=False)
 
 
 def _list_jobs(size: Sizes, case: Case) -> Iterator[Job]:

@@ -21,7 +21,6 @@ from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
 from isentrope.core.layout import Layout, get_layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import rotate_and_scale
-from isentrope.core.switches import RETRIEVE_ONE_CHUNK, is_on
 from isentrope.recipe import Recipe, as_recipe
 
 # of groups, or queries, against all keys that they choose from
@@ -157,8 +156,6 @@ class _Representatives:
         columns = self.groups.keys // self.groups.choice.size + 1 if self.fused else self.groups.keys
         # keys that only later groups may choose are scored for all groups of a chunk
         largest = max(MIN_CHUNK_GROUPS, self.groups.count // MAX_CHUNKS)
-        if self.fused and is_on(RETRIEVE_ONE_CHUNK):  # the kernel leaves those keys out
-            largest = self.groups.count
         return min(max(1, _limit_rows(self.means, columns) // self.pools), largest)
 
     def compute(self, chunk: _Chunk, columns: slice) -> Tensor:
@@ -168,8 +165,7 @@ class _Representatives:
         if self.fused:
             from isentrope.backends.blocks.score_kernel import launch
 
-            place = self.groups.first_position(chunk.start), self.groups.choice.queries, self.groups.window
-            best = launch(q, k, size, (*place, columns.start, self.pools) if is_on(RETRIEVE_ONE_CHUNK) else None)
+            best = launch(q, k, size)
         else:
             products = matmul_wide(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), k.mT).unflatten(-1, (-1, size))
             best = products.amax(-1).unflatten(2, (-1, q.shape[2])).flatten(1, 2)

@@ -139,34 +139,6 @@ def test_scores_interpreted():
         torch.testing.assert_close(launch(q, k, size), expected, rtol=0, atol=1e-4)
 
 
-ONE_CHUNK = "rerope:window=24+retrieve:blocks=2,size=16,sinks=16,queries=8"
-
-
-def check_one_chunk(setting, text, dtype, device):
-    """All groups scored at once, without keys that are not far for them, choose the same blocks."""
-    q, k, _ = setting.tensors(dtype, device)
-    expected = select_blocks(q, k, text)
-    before = switches.set_switches([switches.RETRIEVE_ONE_CHUNK])
-    try:
-        assert torch.equal(select_blocks(q, k, text), expected)
-    finally:
-        switches.set_switches(before)
-
-
-@interprets
-def test_one_chunk_interpreted(monkeypatch):
-    monkeypatch.setattr("isentrope.block_selection.MIN_CHUNK_GROUPS", 2)
-    for queries in (150, 77):
-        check_one_chunk(Setting(queries, 150, heads=2, kv_heads=1, d=32, dv=32), ONE_CHUNK, torch.float32, "cpu")
-
-
-@pytest.mark.gpu
-def test_one_chunk():
-    for queries in (20000, 5000):
-        setting = Setting(queries, 20000, batch=1, heads=9, kv_heads=3, d=64, dv=64)
-        check_one_chunk(setting, "rerope:window=1024+retrieve", torch.bfloat16, "cuda")
-
-
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

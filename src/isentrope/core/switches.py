@@ -16,7 +16,6 @@ BAND_BACKWARD = "band-backward"
 BAND_POINTERS = "band-pointers"
 BAND_CHUNKED_PREFILL = "band-chunked-prefill"
 ONE_QUERY = "retrieve-one-query"
-RETRIEVE_ONE_CHUNK = "retrieve-one-chunk"
 SWITCHES = {
     ALIBI_COLUMNS: "ALiBi on a GPU as plain causal attention, positions being further columns of q and k",
     BAND_ROWS: "padded and packed rows, and both directions, on the band kernel",
@@ -25,7 +24,6 @@ SWITCHES = {
     BAND_POINTERS: "the band kernel on cards without copy engine",
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
     ONE_QUERY: "one query that chooses far keys in two launches",
-    RETRIEVE_ONE_CHUNK: "blocks scored for all groups of queries at once, without keys that are not far for them",
 }
 
 

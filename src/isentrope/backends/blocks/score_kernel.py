@@ -17,41 +17,34 @@ from isentrope.core.compile import device_context
 BLOCKS_PER_PROGRAM = 8
 
 
-def launch(q: Tensor, k: Tensor, block_size: int, place: tuple[int, int, int, int, int] | None = None) -> Tensor:
+def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     """Return max_j q·k_j over the keys of each block, (batch, heads, queries, blocks) in fp32.
 
     Args:
         q: (batch, heads, queries, d).
         k: (batch, kv_heads, blocks · block_size, d).
         block_size: keys of a block.
-        place: position of the first group, queries of a group, window, position of the first key, and rows of q for a
-            group. Where given, blocks that are not far for a group may stay unwritten.
     """
     batch, heads, queries, size = q.shape
     blocks = k.shape[2] // block_size
     best = torch.empty(batch, heads, blocks, queries, dtype=torch.float32, device=q.device)
     rows = min(64 if size > 128 else 128, max(16, triton.next_power_of_2(queries)))
     columns = min(8192 // size, 128, max(16, triton.next_power_of_2(block_size)))
-    first_position, group_queries, window, first_key, group_rows = place or (0, 1, 0, 0, 1)
     grid = (triton.cdiv(queries, rows), triton.cdiv(blocks, BLOCKS_PER_PROGRAM), batch * heads)
     with device_context(q):
         _score_blocks[grid](
             q, k, best, *q.stride()[:3], *k.stride()[:3], heads, queries, blocks,
-            first_position, window, first_key, GROUP_QUERIES=group_queries, GROUP_ROWS=group_rows,
-            LIMITED=place is not None, SHARED=heads // k.shape[1],
-            BLOCK_SIZE=block_size, SIZE=size, ROWS=rows, COLUMNS=columns,
+            SHARED=heads // k.shape[1], BLOCK_SIZE=block_size, SIZE=size, ROWS=rows, COLUMNS=columns,
             PER_PROGRAM=BLOCKS_PER_PROGRAM, IEEE=q.dtype == torch.float32,
             num_warps=8 if rows == 128 else 4, num_stages=2,
         )  # fmt: skip
     return best.mT
 
 
-@triton.jit(do_not_specialize=["queries", "blocks", "first_position", "window", "first_key"])
+@triton.jit(do_not_specialize=["queries", "blocks"])
 def _score_blocks(
     q, k, best, q_batch, q_head, q_row, k_batch, k_head, k_row, heads, queries, blocks,
-    first_position, window, first_key,
-    GROUP_QUERIES: tl.constexpr, GROUP_ROWS: tl.constexpr, LIMITED: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PER_PROGRAM: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """Score a few blocks for some queries of one head."""
@@ -64,12 +57,7 @@ def _score_blocks(
     best += (batch * heads + head) * blocks * queries
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     first = tl.program_id(1) * PER_PROGRAM
-    last = tl.minimum(first + PER_PROGRAM, blocks)
-    if LIMITED:  # the last group of these rows has the most far keys
-        group = (tl.minimum(tl.program_id(0) * ROWS + ROWS, queries) - 1) // GROUP_ROWS
-        far = first_position + group * GROUP_QUERIES - window + 1 - first_key
-        last = tl.minimum(last, tl.maximum(far, 0) // BLOCK_SIZE)
-    for block in tl.range(first, last):
+    for block in tl.range(first, tl.minimum(first + PER_PROGRAM, blocks)):
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         for start in tl.range(0, BLOCK_SIZE, COLUMNS):
             within = start + tl.arange(0, COLUMNS)
