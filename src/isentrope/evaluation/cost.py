@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from isentrope.evaluation.perplexity import MAX_LOGITS, PerplexityConfig, token_losses
@@ -17,17 +18,24 @@ from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, read_if_whole
 from isentrope.evaluation.retrieval import RetrievalConfig
 from isentrope.evaluation.texts import Text
 
-PROBE_TOKENS = 512  # of the pass whose time is measured
+PROBE_TOKENS = 512  # of the first pass whose time is measured
+# a short pass on a GPU takes as long as launching its kernels: longer ones follow, until one takes so many seconds
+MIN_GPU_PROBE_SECONDS = 0.25
+PROBE_GROWTH = 4
 HIDDEN_STATES = 8  # of a layer, in memory at once
 RECIPE_COST = 1.15  # of a pass under a recipe, in plain ones: more for short texts, see benchmarks/results
 
 
 class CostEstimate(NamedTuple):
-    """Passes over the full length that are still to be made, their seconds, and bytes at the peak."""
+    """Passes over the full length that are still to be made, their seconds, and bytes at the peak.
+
+    compiles: whether kernels are compiled at the first pass of a recipe, in time that is not known before.
+    """
 
     passes: int
     seconds: float
     peak_bytes: int
+    compiles: bool = False
 
     def format(self, length: int) -> str:
         """Return the estimate as a line."""
@@ -35,6 +43,8 @@ class CostEstimate(NamedTuple):
         duration = f"{self.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
         if minutes >= 120:
             duration = f"{minutes / 60:.1f} h"
+        if self.compiles:
+            duration += ", more where kernels are compiled first,"
         size = f"{self.peak_bytes / 2**30:.1f} GiB"
         if self.peak_bytes < 2**30:
             size = f"{self.peak_bytes / 2**20:.0f} MiB"
@@ -48,7 +58,7 @@ def estimate_cost(
     retrieval: RetrievalConfig | None,
     folder: Path,
 ) -> CostEstimate:
-    """Estimate from one short pass of the plain model, at its share of 2 P n + 2 L d n² operations.
+    """Estimate from short passes of the plain model, at their share of 2 P n + 2 L d n² operations.
 
     Compared with what was measured: docs/guides/evaluate.md.
 
@@ -59,17 +69,41 @@ def estimate_cost(
         retrieval: passkeys; None for none.
         folder: of the results; what it has is not measured again.
     """
-    length = perplexity.length
-    probe = torch.tensor(texts[0].tokens[: min(PROBE_TOKENS, length)])
+    length, on_gpu = perplexity.length, model.device.type != "cpu"
+    each = _estimate_pass(model, torch.tensor(texts[0].tokens[:length]), MIN_GPU_PROBE_SECONDS if on_gpu else 0.0)
+    passes = _count_passes(texts, perplexity, retrieval, folder)
+    costs = sum(count * (1.0 if recipe == PLAIN else RECIPE_COST) for recipe, count in passes.items())
+    return CostEstimate(passes.total(), costs * each, _estimate_memory(model, length), compiles=on_gpu)
+
+
+def _estimate_pass(model: PreTrainedModel, tokens: Tensor, min_seconds: float) -> float:
+    """Return the seconds of a pass over all tokens, on a line through the two longest passes that were measured.
+
+    Passes grow until one takes `min_seconds`; the line of a single one goes through 0.
+    """
+    seconds, operations, slope, count = 0.0, 0.0, 0.0, min(PROBE_TOKENS, len(tokens))
+    while True:
+        try:
+            measured, counted = _time_pass(model, tokens[:count]), _count_operations(model, count)
+        except torch.OutOfMemoryError:  # as some pass will, and say so
+            if not seconds:
+                raise
+            break
+        slope = max(0.0, measured - seconds) / (counted - operations)
+        seconds, operations = measured, counted
+        if seconds >= min_seconds or count == len(tokens):
+            break
+        count = min(PROBE_GROWTH * count, len(tokens))
+    return seconds + slope * (_count_operations(model, len(tokens)) - operations)
+
+
+def _time_pass(model: PreTrainedModel, tokens: Tensor) -> float:
     seconds = []
     for _ in range(2):  # the first warms up
         start = time.perf_counter()
-        token_losses(model, probe).cpu()
+        token_losses(model, tokens).cpu()  # which waits for a GPU
         seconds.append(time.perf_counter() - start)
-    each = min(seconds) * _count_operations(model, length) / _count_operations(model, len(probe))
-    passes = _count_passes(texts, perplexity, retrieval, folder)
-    costs = sum(count * (1.0 if recipe == PLAIN else RECIPE_COST) for recipe, count in passes.items())
-    return CostEstimate(passes.total(), costs * each, _estimate_memory(model, length))
+    return min(seconds)
 
 
 def _count_passes(
