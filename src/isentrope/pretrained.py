@@ -24,6 +24,7 @@ from isentrope.utils.files import read_fields, read_json
 REFETCH_REMEDY = "fetch or save it again"
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FORCED_CLEANUP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # of tokenizers
 RUN_DTYPES = ("bfloat16", "float16", "float32")
 INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # NaN is above it
 
@@ -186,7 +187,7 @@ def read_gguf_once() -> Iterator[None]:
 def read_tokenizer(name: str | Path, **options: Any) -> Any:
     """Call `AutoTokenizer.from_pretrained`; its errors, which may be of any kind, become ones that name the file."""
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        return _without_warning(AutoTokenizer.from_pretrained(name, **options))
     except ImportError:
         raise
     except Exception as error:
@@ -198,6 +199,14 @@ def read_tokenizer(name: str | Path, **options: Any) -> Any:
             raise _hub_error(name, error) from error
         reason = f"got none that can be read ({_shorten(error)})"
         raise ValueError(f"{name}: expected a tokenizer, {reason}; {REFETCH_REMEDY}") from error
+
+
+def _without_warning(tokenizer: Any) -> Any:
+    """Turn off the cleaning up of decoded text where transformers leaves it out anyway, and warns that it does."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if type(getattr(backend, "model", None)).__name__ == "BPE" and getattr(tokenizer, FORCED_CLEANUP, None) is False:
+        tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 def check_same_tokens(folder: Path, tokenizer: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, tokenization_utils_tokenizers
 
 from isentrope.data.tasks import TASKS, load_filler
 from isentrope.data.tasks.registry import IDENTITY_TASKS
 from isentrope.data.tasks.vocabulary import ADJECTIVES, FILLER, NOUNS
 from isentrope.evaluation import prompts as prompts_module
+from isentrope.evaluation.loading import load_tokenizer
 from isentrope.evaluation.prompts import PromptFormat, WordTokens
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from tests.fixtures.needles import made
@@ -96,3 +97,19 @@ def test_the_cache_is_bounded(tokenizer, monkeypatch):
     monkeypatch.setattr(prompts_module, "MAX_CACHED_WORDS", 10)
     other = "one two three. " * 400
     assert words.tokenize(other) == words.tokenize_whole(other) and len(words.words) < 10
+
+
+def test_tokenizers_clean_nothing_up_and_transformers_does_not_warn(tmp_path, monkeypatch):
+    """Of byte pairs alone, whose text transformers leaves as it is."""
+    warned = []
+    monkeypatch.setattr(tokenization_utils_tokenizers.logger, "warning_once", lambda *words: warned.append(words))
+    for kind in ("bytes", "unigram"):
+        made = train(kind)
+        made.clean_up_tokenization_spaces = made.init_kwargs["clean_up_tokenization_spaces"] = True
+        made.save_pretrained(tmp_path / kind)
+        plain, ours = AutoTokenizer.from_pretrained(tmp_path / kind), load_tokenizer(str(tmp_path / kind))
+        tokens = plain("One two . And 3 , 4 !")["input_ids"]
+        warned.clear()
+        text = ours.decode(tokens)
+        assert not warned and text == plain.decode(tokens)
+        assert bool(warned) == (kind == "bytes") and plain.clean_up_tokenization_spaces
