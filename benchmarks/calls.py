@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Case:
         lengths: of padded rows, or of packed documents if the shape has one row.
         grad: whether the backward is measured too.
         switches: kernels that may speed it up.
-        default: whether it is measured without them too.
+        compared: whether it is measured without them too.
         equal_pairs: pairs of the baseline, where it has as many tokens in equal rows.
     """
 
@@ -71,7 +71,7 @@ class Case:
     lengths: tuple[int, ...] = ()
     grad: bool = False
     switches: tuple[str, ...] = ()
-    default: bool = True
+    compared: bool = True
     equal_pairs: int = 0
 
     @property
@@ -107,7 +107,7 @@ def make_tensors(size: Sizes, case: Case) -> Tensors:
     return Tensors(q, k, v, out_grad)
 
 
-def make_call(case: Case, tensors: Tensors, used: tuple[str, ...], **changed: Any) -> Call:
+def make_call(case: Case, tensors: Tensors, used: Iterable[str], **changed: Any) -> Call:
     """Return the call, or forward and backward, with these switches on and no others.
 
     The layout of padded and packed rows is made beforehand: the layers of a model share one.
@@ -167,8 +167,9 @@ def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
 
 
 def the_same(recipe: str, options: dict[str, Any], case: Case, tensors: Tensors) -> tuple[Call, str]:
-    """The call with another recipe or option, without switches."""
-    return make_call(case, tensors, (), recipe=recipe, **options), "the same without"
+    """The call with another recipe or option, without the case's switches."""
+    used = switches.DEFAULTS - set(case.switches)
+    return make_call(case, tensors, used, recipe=recipe, **options), "the same without"
 
 
 def equal_rows(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
@@ -176,4 +177,5 @@ def equal_rows(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
     n = sum(case.lengths) // len(case.lengths)
     shape = case.shape._replace(batch=len(case.lengths), queries=n, keys=n)
     equal = replace(case, shape=shape, lengths=(), equal_pairs=0)
-    return make_call(equal, make_tensors(size, equal), case.switches), f"{len(case.lengths)} rows of {n}"
+    used = switches.DEFAULTS | set(case.switches)
+    return make_call(equal, make_tensors(size, equal), used), f"{len(case.lengths)} rows of {n}"

@@ -21,7 +21,6 @@ from measure import Job, Row, Sizes
 from methods import branched, folded, windowed
 
 import isentrope as ise
-from isentrope.core import switches
 from isentrope.core.layout import Layout, Rows
 
 MAX_FIRST_MS, MAX_LAYER_MS = 3000.0, 300.0
@@ -44,15 +43,15 @@ def list_jobs(size: Sizes) -> Iterator[Job]:
 
 def list_requests(size: Sizes) -> dict[str, Request]:
     """Return the first calls of a process, by name."""
-    near, rows = size.windows[0], [switches.BAND_ROWS]
+    near = size.windows[0]
     common = {"n": size.short // 4, "heads": size.heads, "head_size": size.size, "batch": 1, "padded": False}
     requests = {
-        method.name: {**common, "recipe": method.recipe, "causal": True, "switches": []}
+        method.name: {**common, "recipe": method.recipe, "causal": True}
         for method in (branched(near)[0], folded(size)["InfoScale"], windowed(near)[0])
     }
-    two = {**common, "recipe": branched(near)[0].recipe, "switches": rows}
-    requests["ReRoPE, padded, with band-rows"] = {**two, "causal": True, "padded": True, "batch": 2}
-    requests["ReRoPE, both directions, with band-rows"] = {**two, "causal": False}
+    two = {**common, "recipe": branched(near)[0].recipe}
+    requests["ReRoPE, padded"] = {**two, "causal": True, "padded": True, "batch": 2}
+    requests["ReRoPE, both directions"] = {**two, "causal": False}
     return requests
 
 
@@ -101,15 +100,12 @@ def _count_compiled(folder: str) -> int:
     return len(list(Path(folder).rglob("*.cubin"))) + int(counters["stats"]["unique_graphs"])
 
 
-def _time_call(
-    recipe: str, n: int, heads: int, head_size: int, batch: int, causal: bool, padded: bool, **used: list[str]
-) -> float:
+def _time_call(recipe: str, n: int, heads: int, head_size: int, batch: int, causal: bool, padded: bool) -> float:
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
     q, k, v = (torch.randn(batch, heads, n, head_size, device=device, dtype=dtype) for _ in range(3))
     lengths = torch.linspace(n // 2, n, batch, device=device).long()
     layout = Layout(batch, n, n, device, Rows(lengths=lengths)) if padded else None
-    switches.set_switches(used["switches"])
     attention = ise.attention  # the package is imported at the first use of a name
     torch.cuda.synchronize() if cuda else None
     start = time.perf_counter()

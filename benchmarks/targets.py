@@ -1,7 +1,8 @@
 """Rows with targets: short inputs, decoding, entropy, backward, padded and packed rows, chunks, both directions.
 
 A call that kernels behind switches (`isentrope/core/switches.py`) may speed up is measured without and with them, the
-two and their baseline taking turns, as two rows: one run decides every switch. Both must give the same result.
+two and their baseline taking turns, as two rows: one run decides every switch. Both must give the same result. A row
+whose name says nothing of switches has their defaults.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ BOTH = {"causal": False}
 
 
 def targets(size: Sizes) -> Iterator[Job]:
-    """Kernels that are on first, then those behind switches, which may fail; compilation, the longest, last."""
+    """Calls without switches first, then those with, which may fail; compilation, the longest, last."""
     for case in list_prompts(size):
         yield from _list_jobs(size, case)
     yield from _list_decoding(size)
@@ -53,7 +54,7 @@ def targets(size: Sizes) -> Iterator[Job]:
 
 
 def list_prompts(size: Sizes) -> Iterator[Case]:
-    """Prompts of whole rows, on kernels that are on."""
+    """Prompts of whole rows, on kernels without switches."""
     base = partial(rope_sdpa, size)
     near, wide = size.windows
     two, wide_two = (branched(window)[0::2] for window in (near, wide))  # ReRoPE and SelfExtend
@@ -92,7 +93,7 @@ def list_switched(size: Sizes) -> Iterator[Case]:
     yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns)
     shape, pairs = make_shape(size, long), count_pairs(long, long)
     # without the switch it is FlexAttention, more than a second a call
-    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns, default=False)
+    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns, compared=False)
     queries = size.short // 4
     shape, pairs = make_shape(size, middle, queries), count_pairs(queries, middle)
     name, used = f"{two.name}, last {queries}", (switches.BAND_CHUNKED_PREFILL,)
@@ -112,11 +113,11 @@ def list_rows(size: Sizes) -> Iterator[Case]:
                 name = f"{method.name}, {how}" + (", backward" if grad else "")
                 used = (switches.BAND_ROWS, *((switches.BAND_BACKWARD,) if grad else ()))
                 # FlexAttention compiles for every kind of call: once without and once with gradients is enough
-                default, base = how == "padded", partial(equal_rows, size)
+                compared, base = how == "padded", partial(equal_rows, size)
                 mean = sum(lengths) // len(lengths)
                 equal = len(lengths) * count_pairs(mean, mean, window=method.window)
                 yield Case(
-                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, default, equal
+                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, compared, equal
                 )
 
 
@@ -128,10 +129,10 @@ def list_bidirectional(size: Sizes) -> Iterator[Case]:
             for method in (branched(near)[0], windowed(near)[0]):
                 shape = make_shape(size, n)._replace(head_size=head_size)
                 pairs = count_pairs(n, n, False, method.window)
-                default = head_size == size.size and n == size.short // 2
+                compared = head_size == size.size and n == size.short // 2
                 yield Case(
                     "bidirectional", f"{method.name}, d {head_size}", method.recipe, shape, pairs, 1.1,
-                    partial(rope_sdpa, size), BOTH, switches=(switches.BAND_ROWS,), default=default,
+                    partial(rope_sdpa, size), BOTH, switches=(switches.BAND_ROWS,), compared=compared,
                 )  # fmt: skip
 
 
@@ -139,24 +140,31 @@ def list_retrieve(size: Sizes) -> Iterator[Case]:
     """One query that chooses its far keys in two launches, against the same without the switch."""
     recipe, shape = f"{branched(size.windows[0])[0].recipe}+retrieve", make_shape(size, size.middle, 1)
     base, used = partial(the_same, recipe, {}), (switches.ONE_QUERY,)
-    yield Case("retrieve", "one query", recipe, shape, 0, None, base, switches=used, default=False)
+    yield Case("retrieve", "one query", recipe, shape, 0, None, base, switches=used, compared=False)
 
 
 def _list_jobs(size: Sizes, case: Case) -> Iterator[Job]:
     """One job that measures everything, and one that says what the switched kernels took in it."""
     done: dict[str, Row | Exception] = {}
     variants = list_variants(case)
-    n, (first, *others) = case.shape.keys, [case.method + (f", with {key}" if key else "") for key in variants]
+    n, (first, *others) = case.shape.keys, [case.method + key for key in variants]
     yield Job(case.group, first, n, partial(_measure, size, case, variants, done))
     for name, key in zip(others, list(variants)[1:], strict=True):
         if key in done:
             yield Job(case.group, name, n, partial(_give, done[key]), free=True)
 
 
-def list_variants(case: Case) -> dict[str, tuple[str, ...]]:
-    """Return the sets of switches that a case is measured with, by their text."""
-    variants: dict[str, tuple[str, ...]] = {"": ()} if case.default or not case.switches else {}
-    return variants | ({"+".join(case.switches): case.switches} if case.switches else {})
+def list_variants(case: Case) -> dict[str, frozenset[str]]:
+    """Return the switches that a case is measured with, by what the name of its row adds: without its own, then with.
+
+    The defaults are one of the two, and add nothing.
+    """
+    used, defaults = frozenset(case.switches), switches.DEFAULTS
+    if more := "+".join(name for name in case.switches if name not in defaults):
+        variants = {"": defaults, f", with {more}": defaults | used}
+    else:
+        variants = {f", without {'+'.join(case.switches)}": defaults - used, "": defaults}
+    return variants if used and case.compared else dict([variants.popitem()])
 
 
 def _give(result: Row | Exception) -> Row:
@@ -165,7 +173,7 @@ def _give(result: Row | Exception) -> Row:
     return result
 
 
-def _measure(size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done: dict[str, Row | Exception]) -> Row:
+def _measure(size: Sizes, case: Case, variants: dict[str, frozenset[str]], done: dict[str, Row | Exception]) -> Row:
     tensors = make_tensors(size, case)
     calls = {key: make_call(case, tensors, used) for key, used in variants.items()}
     base, baseline = case.baseline(case, tensors)
@@ -176,12 +184,13 @@ def _measure(size: Sizes, case: Case, variants: dict[str, tuple[str, ...]], done
         flops = (BACKWARD_FLOPS if case.grad else 1) * 4.0 * case.pairs * case.shape.heads * case.shape.head_size
         moved = sum(x.nbytes for x in tensors if x is not None) + tensors.q.nbytes
         limits = (flops, moved) if case.pairs else (None, None)
+        without = next(iter(variants))
         for key, ms in zip(good, taken, strict=True):
             row: Row = {"ms": ms, "baseline": baseline, "baseline_ms": base_ms, "ratio": ms / base_ms}
             row |= {"target": case.target, **rates(ms, *limits), **_compare_pairs(case, row["ratio"])}
-            if key and "" in good:
-                row["of_default"] = ms / taken[0]
-                row["note"] = "; ".join(filter(None, (f"{row['of_default']:.2f} × without", row.get("note"))))
+            if key != without and without in good:
+                row["of_without"] = ms / taken[0]
+                row["note"] = "; ".join(filter(None, (f"{row['of_without']:.2f} × without", row.get("note"))))
             done[key] = row
     return _give(done[next(iter(variants))])
 
@@ -198,7 +207,7 @@ def _find_errors(case: Case, calls: dict[str, Call]) -> dict[str, Row | Exceptio
             if expected is None:
                 expected = result
             elif not (found := _find_distance(case, result, expected)) < AWAY:
-                raise AssertionError(f"{found:.1%} away from the call without switches")
+                raise AssertionError(f"{found:.1%} away from the call without the switch")
         except Exception as error:  # whatever it is, the others are measured
             errors[key] = error
     return errors
@@ -244,7 +253,7 @@ def _decode(size: Sizes, shape: Shape, recipe: str) -> Row:
     case = Case("", "", recipe, shape, shape.batch * shape.keys, None, partial(rope_sdpa, size))
     tensors = make_tensors(size, case)
     layout = Layout(shape.batch, 1, shape.keys, tensors.q.device)  # one made while a graph is captured would be timed
-    call = make_call(case, tensors, (), layout=layout)
+    call = make_call(case, tensors, switches.DEFAULTS, layout=layout)
     flops, moved = 4.0 * case.pairs * shape.heads * shape.head_size, tensors.k.nbytes + tensors.v.nbytes
 
     def several() -> Any:

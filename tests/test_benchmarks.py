@@ -58,7 +58,14 @@ def test_every_switch_is_measured_against_the_same_call_without_it(suite, tiny):
     on_cards_without_copy_engine = {switches.BAND_POINTERS}
     assert {name for case in cases for name in case.switches} == set(switches.SWITCHES) - on_cards_without_copy_engine
     for name in {case.switches for case in cases}:
-        assert any(case.default or case.group == "retrieve" for case in cases if case.switches == name)
+        assert any(case.compared or case.group == "retrieve" for case in cases if case.switches == name)
+    for case in cases:
+        variants = targets.list_variants(case)
+        assert variants.get("", switches.DEFAULTS) == switches.DEFAULTS and len(variants) == 1 + case.compared
+        assert set(case.switches) <= list(variants.values())[-1]
+        if case.compared:
+            name, without = next((name, used) for name, used in variants.items() if not set(case.switches) <= used)
+            assert name == "" or name.startswith(", without "), without
 
 
 @pytest.mark.parametrize("factor", [2, float("nan")])
@@ -69,12 +76,12 @@ def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch, fac
 
     def broken(case, tensors, used, **changed):
         call = make(case, tensors, used, **changed)
-        return (lambda: [factor * x for x in call()]) if used else call
+        return (lambda: [factor * x for x in call()]) if switches.BAND_BACKWARD in used else call
 
     monkeypatch.setattr(targets, "make_call", broken)
     jobs = targets._list_jobs(tiny, case)
     assert next(jobs).work()["ms"] > 0
-    with pytest.raises(AssertionError, match="away from the call without switches"):
+    with pytest.raises(AssertionError, match="away from the call without the switch"):
         next(jobs).work()
 
 

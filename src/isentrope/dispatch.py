@@ -37,11 +37,9 @@ BACKENDS: dict[str, Backend] = {
 AUTO = "auto"
 
 # Without gradients, calls with more elements of q run a few heads at a time: outputs of branches are held until they
-# are merged, and beyond 32-bit indices FlexAttention, which biased calls run on, takes twice as long.
+# are merged, and beyond 32-bit indices FlexAttention, which biased calls may run on, takes twice as long.
 MAX_BRANCHED_Q_ELEMENTS = 1 << 27
 MAX_BIASED_Q_ELEMENTS = (1 << 31) - 1
-# A mask of so few query rows costs nothing.
-MAX_MASKED_QUERIES = 16
 # Attention weights up to which `dense` beats `chunked`, by measurement: as many as fit a CPU's caches, or crowd a GPU's
 # memory, or are kept for a backward.
 MAX_DENSE_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -147,7 +145,7 @@ def _choose_fastest(call: AttentionCall) -> Backend:
 
 def _computes_entropy(call: AttentionCall) -> bool:
     """Return whether one pass of the band kernel computes output and entropy of more queries than a mask is for."""
-    few = call.layout.queries <= MAX_MASKED_QUERIES or call.dropout is not None
+    few = call.layout.queries <= sdpa.MAX_MASKED_QUERIES or call.dropout is not None
     return not few and BAND.computes_entropy(call)
 
 
@@ -157,7 +155,7 @@ def _choose_fused(call: AttentionCall) -> Backend:
     whole = is_unmasked(branch.region, layout) or is_causal(branch.region, layout)
     linear = branch.biased and is_causal(branch.region, layout) and takes_columns(call)
     plain = len(call.branches) == 1 and whole and (linear or not branch.biased)
-    if not call.q.is_cuda or plain or layout.queries <= MAX_MASKED_QUERIES:
+    if not call.q.is_cuda or plain or layout.queries <= sdpa.MAX_MASKED_QUERIES:
         return SDPA
     if torch.compiler.is_compiling() or not sdpa.has_fused_kernels(call):
         return FLEX

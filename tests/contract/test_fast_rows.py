@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,15 @@ from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
 from isentrope.core.layout import Layout, Rows
-from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS
+from isentrope.core.partial_layout import PartialLayout, RowTable
+from isentrope.core.switches import (
+    BAND_BACKWARD,
+    BAND_CHUNKED_PREFILL,
+    BAND_ENTROPY,
+    BAND_POINTERS,
+    BAND_ROWS,
+    DEFAULTS,
+)
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import error, hopper, interprets, recipe_of
@@ -161,6 +171,7 @@ PREFILL = Setting(63, 170, batch=1, heads=2, kv_heads=1, d=32, dv=32)
 @pytest.mark.parametrize("text", [TEXTS[3], pytest.param(TEXTS[2], marks=pytest.mark.slow)])
 def test_a_chunk_of_queries_against_a_longer_cache_interpreted(text, monkeypatch):
     """Far keys are a rectangle and a triangle of PyTorch's kernels; with the switch off the band kernel refuses."""
+    monkeypatch.setattr(switches, "_on", DEFAULTS - {BAND_CHUNKED_PREFILL, BAND_ENTROPY})
     with torch.no_grad(), pytest.raises(ValueError, match="whole rows"):
         compare(text, PREFILL, True, torch.float32, "cpu", gradients=False)
     monkeypatch.setattr(switches, "_on", frozenset({BAND_CHUNKED_PREFILL}))
@@ -168,6 +179,7 @@ def test_a_chunk_of_queries_against_a_longer_cache_interpreted(text, monkeypatch
         compare(text, PREFILL, True, torch.float32, "cpu", gradients=False)
     plan = _get_plan(build(text, PREFILL, True))
     assert plan.far_rectangle.to_band(63, 170).full and plan.far_span.to_band(63, 170).causal
+    assert _get_plan(build(text, replace(PREFILL, queries=16), True)) is None  # a mask costs less
 
 
 @pytest.mark.gpu
@@ -179,6 +191,23 @@ def test_a_chunk_of_queries_against_a_longer_cache(text, monkeypatch):
         setting = Setting(512, 4000, batch=1, heads=6, kv_heads=3, d=d, dv=d)
         with torch.no_grad():
             compare(text, setting, True, torch.bfloat16, "cuda", gradients=False)
+
+
+@interprets
+def test_a_part_of_a_row_interpreted(every_switch):
+    """As processes that share a text attend to blocks of it; the second row is two documents."""
+    slots = torch.arange(150)
+    low = torch.stack((torch.zeros(150, dtype=torch.int64), torch.where(slots < 70, 0, 70)))
+    high = torch.stack((torch.full((150,), 150), torch.where(slots < 70, 70, 150)))
+    setting = Setting(50, 80, heads=2, kv_heads=1, d=32, dv=32)
+    for frames in (None, (low, high)):
+        q, k, v = setting.tensors(torch.float32)
+        layout = PartialLayout(2, range(60, 110), range(30, 110), RowTable(150, frames), False, q.device)
+        with torch.no_grad():
+            options = {"causal": True, "layout": layout, "return_lse": True}
+            out, aux = attention(q, k, v, TEXTS[1], backend="band", **options)
+            truth, exact = attention(q.double(), k.double(), v.double(), TEXTS[1], backend="reference", **options)
+        assert error(out, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
 
 
 @interprets
@@ -203,12 +232,42 @@ def build(text, setting, causal):
 
 
 @interprets
-def test_switches_are_off_interpreted():
-    assert not any(switches.is_on(name) for name in (*ALL, BAND_POINTERS))
+def test_without_switches_kernels_refuse_interpreted(monkeypatch):
+    monkeypatch.setattr(switches, "_on", frozenset())
     q, k, v = make_setting("lengths").tensors(torch.float32)
-    with pytest.raises(ValueError, match="whole rows"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"whole rows that see a window.*far ones$"), torch.no_grad():
         attention(q, k, v, TEXTS[1], causal=True, lengths=[63, 20], backend="band")
     assert dispatch.BAND.forward_with_entropy(build(TEXTS[1], make_setting(""), True)) is None
+
+
+@interprets
+def test_what_intervals_are_for_interpreted(monkeypatch):
+    """Padded rows and both directions without gradients; the rest goes where it went without the switch."""
+    monkeypatch.setattr(switches, "_on", DEFAULTS)
+    taken = [("lengths", True), ("left", True), ("documents", True), ("position_ids", True), ("lengths", False)]
+    for rows, causal in (*taken, ("", False)):
+        call = build(TEXTS[1], make_setting(rows), causal)
+        with torch.no_grad():
+            assert dispatch._choose_fastest(call) is dispatch.BAND
+        call.q.requires_grad_()
+        assert "no backward" in dispatch.BAND.refusal(call)
+        chosen = dispatch._choose_fastest(call)
+        monkeypatch.setattr(switches, "_on", frozenset())
+        assert chosen is dispatch._choose_fastest(call) is not dispatch.BAND
+        monkeypatch.setattr(switches, "_on", DEFAULTS)
+    few = Setting(16, 100, "left", heads=2, kv_heads=1, d=32, dv=32)
+    whole = Setting(63, 100, heads=2, kv_heads=1, d=32, dv=32)  # a chunk of plain causal attention
+    for text, setting in ((TEXTS[1], few), (TEXTS[0], whole), (TEXTS[0], make_setting("")), (TEXTS[7], whole)):
+        with torch.no_grad():
+            assert "17 queries or more" in dispatch.BAND.refusal(build(text, setting, True))
+
+
+@interprets
+@pytest.mark.parametrize("text", [TEXTS[1], pytest.param(TEXTS[0], marks=pytest.mark.slow)])
+def test_a_chunk_of_padded_rows_interpreted(text, every_switch):
+    with torch.no_grad():
+        for rows in ("lengths", "left"):
+            compare(text, Setting(63, 110, rows, heads=2, kv_heads=1, d=32, dv=32), True, torch.float32, "cpu", False)
 
 
 def test_ranges_of_queries_are_those_that_see_a_block_of_keys():
@@ -228,11 +287,25 @@ def test_ranges_of_queries_are_those_that_see_a_block_of_keys():
     assert (empty[..., 0] == empty[..., 1]).all()
 
 
-def test_unknown_switches_are_refused():
-    assert switches.parse_switches("all") == set(switches.SWITCHES)
-    assert switches.parse_switches("band-rows, band-entropy") == {BAND_ROWS, BAND_ENTROPY}
-    with pytest.raises(ValueError, match=r"ISENTROPE_KERNELS: expected some of .*, got 'band-raws'"):
-        switches.parse_switches("band-raws")
+def test_switches_change_the_defaults():
+    every = set(switches.SWITCHES)
+    assert switches.parse_switches("") == DEFAULTS == every - {BAND_BACKWARD, BAND_POINTERS}
+    assert switches.parse_switches("-band-rows") == DEFAULTS - {BAND_ROWS}
+    assert switches.parse_switches("band-backward, -band-rows") == DEFAULTS - {BAND_ROWS} | {BAND_BACKWARD}
+    assert switches.parse_switches("all,-band-rows") == every - {BAND_ROWS}
+    assert switches.parse_switches("none") == set() and switches.parse_switches("none,band-rows") == {BAND_ROWS}
+    for unknown in ("band-raws", "-band-raws", "-all", "--band-rows"):
+        with pytest.raises(ValueError, match=rf"ISENTROPE_KERNELS: expected all, none, or some of .*, got '{unknown}'"):
+            switches.parse_switches(unknown)
+
+
+def test_set_switches_is_exact():
+    before = switches.set_switches([BAND_BACKWARD])
+    try:
+        assert switches.list_switches() == {BAND_BACKWARD} and not switches.is_on(BAND_ROWS)
+    finally:
+        assert switches.set_switches(before) == {BAND_BACKWARD}
+    assert switches.list_switches() == before
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What only a GPU can tell: long lengths without n × n memory, few compilations, and the fused kernels' own edges."""
+"""What only a GPU can tell: long lengths without n × n memory, few compilations, which kernel a call goes to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 import torch
 
 import isentrope as ise
+from isentrope.core.layout import Layout, Rows
+from isentrope.functional import attention
+from tests.contract.matrix import Setting
+from tests.contract.test_fast import RECIPES as METHODS
+from tests.contract.test_fast import hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -45,3 +50,58 @@ def test_compilations_stay_few_over_changing_lengths():
         ise.attention(q, k, v, "rope+window:size=128", causal=True)
     frames = counters["stats"]["unique_graphs"]
     assert frames <= 12, dict(counters["stats"])
+
+
+@hopper
+def test_each_goes_where_it_is_fastest():
+    q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+    chosen = {}
+    for text in METHODS[:-1]:
+        for grad in (False, True):
+            q.requires_grad_(grad)
+            chosen[text, grad] = attention(q, k, v, text, causal=True, return_lse=True)[1].backend
+    sorts = ["sdpa"] * 4 + ["band"] * 6 + ["band", "flex"] * 3
+    assert list(chosen.values()) == sorts, chosen
+
+
+@hopper
+def test_padded_rows_and_both_directions_go_where_they_are_fastest():
+    q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+    ids = torch.arange(300, device="cuda")[None] // 100
+    ways = {"padded": {"causal": True, "lengths": [300, 200]}, "packed": {"causal": True, "mask": ise.Document(ids)}}
+    ways["both directions"] = {"causal": False}
+    for how, options in ways.items():
+        for grad, expected in ((False, {"band"}), (True, {"flex", "sdpa"})):
+            q.requires_grad_(grad)
+            chosen = attention(q, k, v, "rerope:window=24", return_lse=True, **options)[1].backend
+            assert chosen in expected, (how, grad, chosen)
+    q.requires_grad_(False)
+    assert attention(q, k, v, "rope", causal=True, return_entropy=True)[1].backend == "band"
+    assert attention(q[:, :, :40], k, v, "rerope:window=24", causal=True, return_lse=True)[1].backend == "band"
+    for grad, expected in ((False, "sdpa"), (True, "flex")):
+        q.requires_grad_(grad)
+        assert attention(q, k, v, "alibi", causal=True, return_lse=True)[1].backend == expected
+
+
+@hopper
+@pytest.mark.parametrize("text", ["rerope:window=24+infoscale:train_length=16", "rope+window:size=40"])
+def test_padded_rows_are_captured(text):
+    """Nothing is read from the GPU: a graph gives for new tensors what the call gives."""
+    setting = Setting(300, 300, "lengths", heads=6, d=64, dv=64)
+    tensors, options = setting.tensors(torch.bfloat16, "cuda"), {"causal": True, "return_lse": True}
+    rows = Rows(lengths=torch.tensor([300, 200], device="cuda"))
+
+    def run():
+        with torch.no_grad():
+            return attention(*tensors, text, layout=Layout(2, 300, 300, tensors[0].device, rows), **options)
+
+    run()  # kernels are compiled
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out, aux = run()
+    for x in tensors:
+        x.copy_(torch.randn_like(x))
+    expected, exact = run()
+    graph.replay()
+    assert aux.backend == "band" and torch.equal(out, expected) and torch.equal(aux.lse, exact.lse)

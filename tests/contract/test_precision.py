@@ -103,8 +103,11 @@ def test_cpu(dtype, backend, whole):
 
 @pytest.mark.gpu
 def test_gpu_sdpa_refuses_to_round_a_bias():
-    with pytest.raises(ValueError, match="distance bias would be rounded"):
-        ise.attention(*SETTINGS[0].tensors(torch.bfloat16, "cuda"), "alibi", backend="sdpa")
+    """Where positions are not columns: with gradients, and for few queries."""
+    q, k, v = SETTINGS[0].tensors(torch.bfloat16, "cuda")
+    for queries in (q[:, :, :16], q.requires_grad_()):
+        with pytest.raises(ValueError, match="distance bias would be rounded"):
+            ise.attention(queries, k, v, "alibi", backend="sdpa")
 
 
 GPU_CASES = [

@@ -75,7 +75,8 @@ def check_kernel(text, setting, dtype, device):
     "setting", [Setting(70, 110, batch=1, heads=6, d=32, dv=32), Setting(1, 150, d=32, dv=64)], ids=str
 )
 @pytest.mark.parametrize("text", KERNEL_TEXTS)
-def test_kernel_interpreted(text, setting):
+def test_kernel_interpreted(text, setting, monkeypatch):
+    monkeypatch.setattr(switches, "_on", switches.DEFAULTS - {switches.ONE_QUERY})  # which has tests of its own
     check_kernel(text, setting, torch.float32, "cpu")
 
 
@@ -144,7 +145,8 @@ def test_scores_interpreted():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 @pytest.mark.parametrize("text", KERNEL_TEXTS)
-def test_kernel(text, d, dtype):
+def test_kernel(text, d, dtype, monkeypatch):
+    monkeypatch.setattr(switches, "_on", switches.DEFAULTS - {switches.ONE_QUERY})
     for setting in (
         Setting(333, 333, heads=6, d=d, dv=d),
         Setting(1, 700, heads=6, d=d, dv=d),

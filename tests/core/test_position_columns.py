@@ -121,7 +121,7 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-def test_a_gpu_uses_them_only_when_switched_on(monkeypatch):
+def test_a_gpu_uses_them_only_when_switched_on_and_without_gradients(monkeypatch):
     monkeypatch.setattr(sdpa, "has_fused_kernels", lambda call: False)
     call = make_call(40, 40, torch.bfloat16)
     object.__setattr__(call, "q", call.q.as_subclass(OnGPU))
@@ -130,6 +130,8 @@ def test_a_gpu_uses_them_only_when_switched_on(monkeypatch):
         assert not takes_columns(call) and dispatch._choose_fused(call) is dispatch.FLEX
         set_switches([ALIBI_COLUMNS])
         assert takes_columns(call) and dispatch._choose_fused(call) is dispatch.SDPA
+        call.v.requires_grad_()
+        assert not takes_columns(call) and dispatch._choose_fused(call) is dispatch.FLEX
     finally:
         set_switches(before)
 

@@ -91,7 +91,8 @@ def test_tables_of_benchmarks_take_the_latest_row(check, tmp_path, monkeypatch):
         rows = [row | {"ratio": ratio, "met": False, "of_peak": 0.5}, row | {"n": 128, "ratio": None, "met": None}]
         (tmp_path / name).write_text(json.dumps({"rows": rows}), encoding="utf-8")
     monkeypatch.setattr(blocks, "RESULTS", tmp_path)
-    monkeypatch.setattr(blocks, "FILES", ("a.json", "b.json"))
+    (tmp_path / "c.json").write_text(json.dumps({"rows": [row | {"ratio": 9.0, "met": False}]}), encoding="utf-8")
+    monkeypatch.setattr(blocks, "FILES", {"a.json": (), "b.json": (), "c.json": ("others",)})
     blocks.read_rows.cache_clear()
     lines = check.render("benchmark_ratios", ["rows"]).splitlines()
     assert lines[0] == "| | 64 | target | of the card's peak |"

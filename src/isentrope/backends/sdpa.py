@@ -29,6 +29,7 @@ from isentrope.core.region import Band, Region
 MAX_HEAD_DIM = 256
 ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 MAX_MASK_ELEMENTS = 1 << 23
+MAX_MASKED_QUERIES = 16  # whose mask costs nothing
 MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
 MAX_SHARED_MASK_QUERIES = 16  # masks of so few are kept with a layout
 

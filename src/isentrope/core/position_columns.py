@@ -14,11 +14,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from isentrope.core.caching import register_clear
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Layout
@@ -38,6 +41,8 @@ MIN_QUERIES = 17  # fewer have a small mask, and wide keys would be a copy of al
 # Of a CPU's matrix products the order of summation is unknown: in any order a score is off by a few 2^-25 m n, which
 # must stay below a quarter of the rounding of the output.
 CPU_SCORE_ROUNDING = 2.0**-25
+_steepest: Any = WeakTensorKeyDictionary()  # the largest of each tensor of slopes
+register_clear(_steepest.clear)
 
 
 def has_bias(call: AttentionCall) -> bool:
@@ -46,14 +51,14 @@ def has_bias(call: AttentionCall) -> bool:
 
 
 def takes_columns(call: AttentionCall) -> bool:
-    """Return whether every linear bias of a call can be columns: in half precision, and on a GPU if switched on."""
+    """Return whether every linear bias of a call can be columns: in half precision, on a GPU without gradients."""
     biased = [branch for branch in call.branches if branch.slopes is not None]
     size, dtype = max(call.q.shape[-1], call.v.shape[-1]), call.q.dtype
     if not biased or torch.compiler.is_compiling() or dtype not in DIGIT_BITS or size > MAX_HEAD_DIM:
         return False
     if call.layout.queries < MIN_QUERIES or any(branch.distance_law is not None for branch in biased):
         return False
-    if call.q.device.type not in ("cpu", "cuda") or (call.q.is_cuda and not is_on(ALIBI_COLUMNS)):
+    if call.q.device.type not in ("cpu", "cuda") or (call.q.is_cuda and not _gains_on_gpu(call)):
         return False
     reach = _find_reach(call.layout)
     if reach is None or reach > 1 << (DIGIT_BITS[dtype] * LEVELS[dtype]):
@@ -70,6 +75,10 @@ def takes_columns(call: AttentionCall) -> bool:
     return small and (dtype == torch.bfloat16 or largest <= MAX_FP16_MULTIPLE * call.scale)
 
 
+def _gains_on_gpu(call: AttentionCall) -> bool:
+    return is_on(ALIBI_COLUMNS) and not call.needs_grad  # the backward of wide heads has not been timed
+
+
 def _find_reach(layout: Layout) -> int | None:
     """Return a bound of |positions|, None where they cannot be read."""
     if layout.plain:
@@ -81,9 +90,13 @@ def _find_reach(layout: Layout) -> int | None:
 
 
 def _find_steepest(slopes: Tensor) -> float | None:
-    if not values_are_readable(slopes):
-        return None
-    return slopes.abs().max().item() if slopes.numel() else 0.0
+    """Return the largest slope, None where it cannot be read; read once, since a GPU has to be waited for."""
+    if slopes not in _steepest:
+        if not values_are_readable(slopes):
+            return None
+        _steepest[slopes] = slopes.abs().max().item() if slopes.numel() else 0.0
+    largest: float = _steepest[slopes]
+    return largest
 
 
 def widen_branches(call: AttentionCall) -> list[FoldedBranch]:

@@ -1,6 +1,7 @@
-"""Switches of GPU kernels that have been proven, but not timed on a GPU: all are off until they are.
+"""Switches of GPU kernels: those that gain on the GPU they were timed on are on, the others off.
 
-The environment variable ISENTROPE_KERNELS turns some on, as in `ISENTROPE_KERNELS=alibi-columns,band-rows`, or "all".
+The environment variable ISENTROPE_KERNELS changes the defaults, from left to right: `-band-rows` turns a kernel off,
+`band-backward` one on, `none` all off and `all` all on, as in `ISENTROPE_KERNELS=-band-rows,band-backward`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,26 @@ SWITCHES = {
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
     ONE_QUERY: "one query that chooses far keys in two launches",
 }
+# by benchmarks/results/2026-11-17-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed
+DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 
 def parse_switches(text: str) -> frozenset[str]:
-    """Return the switches that a text names, separated by commas; "all" names every one.
+    """Return the switches that are on after the changes to the defaults that a text names.
 
     Raises:
         ValueError: there is no such switch.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in SWITCHES and name != "all"]
-    if unknown:
-        raise ValueError(f"{VARIABLE}: expected some of all, {', '.join(SWITCHES)}, got {unknown[0]!r}")
-    return frozenset(SWITCHES) if "all" in names else frozenset(names)
+    on = DEFAULTS
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name in ("all", "none"):
+            on = frozenset(SWITCHES if name == "all" else ())
+        elif name.removeprefix("-") not in SWITCHES:
+            known = ", ".join(SWITCHES)
+            raise ValueError(f"{VARIABLE}: expected all, none, or some of {known}, with - to turn off, got {name!r}")
+        else:
+            on = on - {name[1:]} if name.startswith("-") else on | {name}
+    return on
 
 
 _on: frozenset[str] = parse_switches(environ.get(VARIABLE, ""))
@@ -54,7 +62,7 @@ def list_switches() -> frozenset[str]:
 
 
 def set_switches(names: Iterable[str]) -> frozenset[str]:
-    """Turn these switches on and all others off; return those that were on before."""
+    """Turn exactly these switches on and all others off; return those that were on before."""
     global _on
-    before, _on = _on, parse_switches(",".join(names))
+    before, _on = _on, parse_switches(",".join(("none", *names)))
     return before

@@ -5,8 +5,9 @@ PyTorch's fastest kernel computes, into its output. Last queries that see a far 
 Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 
-Behind switches (`core/switches.py`): padded and packed rows and both directions, with the visible slots of each query
-in place of a band (`intervals`); entropy in the same pass; a backward of its own; cards without a copy engine.
+Without gradients it also takes padded and packed rows and both directions, with the visible slots of each query in
+place of a band (`intervals`), and entropy in the same pass. Off by default (`core/switches.py`): a backward of its own,
+and cards without a copy engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from isentrope.backends.band.intervals import (
 )
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
-from isentrope.backends.sdpa import SDPABackend
+from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch
 from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.region import Band, Region, Span
@@ -62,9 +63,11 @@ class BandBackend(SDPABackend):
     def refusal(self, call: AttentionCall) -> str | None:
         if (reason := _refuse_operands(call)) is not None:
             return reason
-        plan, by_interval = _get_plan(call), is_on(BAND_ROWS) and not has_faster_kernels(call)
+        plan, by_interval = _get_plan(call), _takes_intervals(call)
         if plan is None and not by_interval:
-            return "it takes whole rows that see a window, first keys and a triangle of far ones"
+            rows = f", {MAX_MASKED_QUERIES + 1} queries or more of padded rows, or both directions"
+            whole_rows = "it takes whole rows that see a window, first keys and a triangle of far ones"
+            return whole_rows + (rows if is_on(BAND_ROWS) else "")
         if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
             return None
         whole = plan is not None and plan.far_branch is not None and not plan.sinks and plan.far_rectangle is None
@@ -165,6 +168,11 @@ def _refuse_operands(call: AttentionCall) -> str | None:
     return triton_refusal(call)
 
 
+def _takes_intervals(call: AttentionCall) -> bool:
+    """Return whether each query of a call is to see intervals of keys: in padded rows, and in both directions."""
+    return is_on(BAND_ROWS) and call.layout.queries > MAX_MASKED_QUERIES and not has_faster_kernels(call)
+
+
 def _takes_backward(branch: FoldedBranch) -> bool:
     """Return whether Triton's backward is to compute a branch: PyTorch's is faster for triangles and all pairs."""
     layout, (q, k, v) = branch.layout, (branch.q, branch.k, branch.v)
@@ -185,7 +193,7 @@ def _get_plan(call: AttentionCall) -> BandPlan | None:
     if not layout.plain:
         return None
     regions = tuple(branch.region for branch in call.branches)
-    rectangles = is_on(BAND_CHUNKED_PREFILL)
+    rectangles = is_on(BAND_CHUNKED_PREFILL) and layout.queries > MAX_MASKED_QUERIES
     key = ("band plan", rectangles, *regions)
     return layout.cached(key, lambda: plan_band(regions, layout.queries, layout.keys, rectangles))
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.merge import PartialOutput
-from isentrope.core.call import AttentionCall, FoldedBranch, is_causal, is_unmasked
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.layout import Layout
-from isentrope.core.region import Region
+from isentrope.core.region import EVERYTHING, Region
 
 Interval = tuple[Tensor, Tensor]
 
@@ -44,13 +44,12 @@ def list_intervals(layout: Layout, region: Region) -> list[Interval]:
 
 
 def has_faster_kernels(call: AttentionCall) -> bool:
-    """Return whether rows are whole and every span is a triangle, all pairs or chunks, which PyTorch's kernels take."""
-    layout = call.layout
-    if not layout.plain:
+    """Return whether rows are whole, and causal, all pairs or chunks: PyTorch's kernels, or bands, take those."""
+    if not call.layout.plain:
         return False
     spans = [span for branch in call.branches for span in branch.region.spans]
-    whole = any(is_causal(b.region, layout) or is_unmasked(b.region, layout) for b in call.branches)
-    return whole or any(span.chunk for span in spans)
+    causal = all(span.high <= 1 for span in spans)
+    return causal or any(span.chunk for span in spans) or any(b.region == EVERYTHING for b in call.branches)
 
 
 def forward_intervals(call: AttentionCall, need_entropy: bool = False, far: PartialOutput | None = None) -> Attended:
