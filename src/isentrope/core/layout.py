@@ -15,11 +15,11 @@ from torch import Tensor
 
 from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
 from isentrope.core.compile import values_are_readable
+from isentrope.core.frames import Frames, find_runs
 from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
 from isentrope.core.region import Region, Span
 from isentrope.core.tracing import GraphCache
 
-Frames = tuple[Tensor, Tensor, Tensor]
 MAX_SPANS = 2  # of a region, where a row has one query
 T = TypeVar("T")
 
@@ -355,46 +355,6 @@ def get_layout(
     if not is_default or type(probe) is not Tensor or not values_are_readable(probe):
         return Layout(batch, queries, keys, device, rows, frames=frames, position_ids=position_ids)
     return _recent.get((batch, queries, keys, device), lambda: Layout(batch, queries, keys, device))
-
-
-def find_token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and last token of each row, (batch, 1) each, of a mask (batch, slots) with 0 at padding.
-
-    Raises:
-        ValueError: there is padding between tokens.
-    """
-    tokens = mask.to(torch.int64)
-    first = tokens.argmax(1, keepdim=True)
-    last = mask.shape[1] - 1 - tokens.flip(1).argmax(1, keepdim=True)
-    count = tokens.sum(1, keepdim=True)
-    last = torch.where(count == 0, first - 1, last)
-    if values_are_readable(mask) and bool((count != last - first + 1).any()):
-        raise ValueError(
-            "attention_mask: expected padding on the left or right of each row, got it between tokens; pass the mask "
-            "to generate, which otherwise takes every pad token for padding"
-        )
-    return first, last
-
-
-def find_token_frames(mask: Tensor) -> Frames | None:
-    """Return the frames of rows padded by a mask (batch, slots); None if it is known to pad nothing."""
-    if values_are_readable(mask) and bool(mask.all()):
-        return None
-    first, last = find_token_span(mask)
-    slots = torch.arange(mask.shape[1], device=mask.device)[None].expand_as(mask)
-    return first.expand_as(slots), (last + 1).expand_as(slots), slots
-
-
-def find_runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bounds [low, high) of the run of equal ids that each slot is in."""
-    slots = torch.arange(ids.shape[1], device=ids.device)
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    ends = torch.ones_like(starts)
-    ends[:, :-1] = starts[:, 1:]
-    low = torch.where(starts, slots, 0).cummax(1).values
-    high = torch.where(ends, slots + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
-    return low, high
 
 
 def _positions_at(positions: Tensor, slots: Tensor) -> Tensor:

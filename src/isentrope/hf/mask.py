@@ -12,7 +12,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from isentrope.core.caching import register_clear
 from isentrope.core.compile import values_are_readable
-from isentrope.core.layout import Frames, Layout, find_runs, find_token_span, get_layout
+from isentrope.core.frames import Frames, find_runs, find_token_span
+from isentrope.core.layout import Layout, get_layout
 
 # by mask, which is the same for all layers of a forward pass, also where checkpointing runs them again; without this
 # and the `LayoutCache` a decoding step of padded rows takes 112 ms in place of 32

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.core.caching import LRUCache
-from isentrope.core.layout import Layout, find_runs, find_token_span, get_layout
+from isentrope.core.frames import find_runs, find_token_span
+from isentrope.core.layout import Layout, get_layout
 from isentrope.core.partial_layout import PartialLayout, RowTable
 from isentrope.parallel.processes import Processes
 from isentrope.parallel.split import Ranges, Split, fetch

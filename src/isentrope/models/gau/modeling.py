@@ -22,7 +22,8 @@ from transformers.modeling_outputs import (
 
 from isentrope.core.compile import maybe_compile
 from isentrope.core.dtypes import accumulation_dtype, choose_load_dtype
-from isentrope.core.layout import Layout, find_token_frames, get_layout
+from isentrope.core.frames import find_token_frames
+from isentrope.core.layout import Layout, get_layout
 from isentrope.functional import attention
 from isentrope.models.gau.config import GAUAlphaConfig, build_gau_recipe
 from isentrope.models.gau.dropout import dropout
