@@ -184,10 +184,14 @@ def read_gguf_once() -> Iterator[None]:
             setattr(gguf, name, function)
 
 
-def read_tokenizer(name: str | Path, **options: Any) -> Any:
-    """Call `AutoTokenizer.from_pretrained`; its errors, which may be of any kind, become ones that name the file."""
+def read_tokenizer(name: str | Path, *, to_save: bool = False, **options: Any) -> Any:
+    """Call `AutoTokenizer.from_pretrained`; its errors, which may be of any kind, become ones that name the file.
+
+    One that is to be saved again keeps every setting, and warns when it decodes.
+    """
     try:
-        return _without_warning(AutoTokenizer.from_pretrained(name, **options))
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        return tokenizer if to_save else _without_warning(tokenizer)
     except ImportError:
         raise
     except Exception as error:

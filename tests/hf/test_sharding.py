@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import isentrope as ise
 from isentrope.hf.layer import get_layer
+from isentrope.parallel.heads import LocalHeads, shard_temperature
 from tests.fixtures.models import llama, tokens
 
 IDS = tokens(1, 24)
@@ -86,6 +87,8 @@ def test_tensor_parallel_refusals_name_all_heads():
         ise.extend(share(0), "rerope:window=8+share:beta=(1,2)")
     with pytest.raises(ValueError, match=r"tensor parallel: retrieve.*chooses with all 4 heads together"):
         ise.extend(share(0), "rerope:window=8+retrieve:heads=all")
+    with pytest.raises(ValueError, match=r"tensor parallel: clex learns from all 4 heads together"):
+        ise.extend(share(0), "clex")
 
 
 @pytest.fixture
@@ -156,6 +159,7 @@ def in_process(rank, folder):
         with torch.no_grad(), ise.extended(part, recipe, allow_untrained=True) as model:
             torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-4)
     _check_ssmax(folder, whole, part)
+    _check_one_slope(rank)
     dist.destroy_process_group()
 
 
@@ -176,6 +180,15 @@ def _check_ssmax(folder, whole, part):
     dist.barrier()
     saved = ise.load(f"{folder}/trained")
     assert torch.equal(get_layer(saved.model.layers[0].self_attn).temperature.slope, SSMAX.temperature.slope)
+
+
+def _check_one_slope(rank):
+    """A slope for all heads learns from those of every process."""
+    law = ise.SSMax(1, 64)
+    sharded = shard_temperature(law, LocalHeads(2 * rank, 2, 4, dist.group.WORLD), 16)
+    n = torch.tensor([[[100, 200]]])
+    (sharded.scale(n, 16) * (1 + rank)).sum().backward()
+    torch.testing.assert_close(law.slope.grad, 3 * torch.log(n.double()).sum().float()[None])
 
 
 @UNTRAINED

@@ -8,7 +8,7 @@ chunks against the keys that the rows may see, with a mask for the chunk alone, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from math import inf
 
 import torch
@@ -332,17 +332,23 @@ def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
 
 def _get_additive_mask(branch: FoldedBranch, rows: slice | None = None, columns: slice | None = None) -> Tensor:
     """Return `_make_additive_mask`, once for the layers of a pass: in a traced graph, or where it is small."""
-    if branch.biased or branch.chosen is not None:
+    traced = torch.compiler.is_compiling()
+    if branch.biased or branch.chosen is not None or (traced and rows is not None):
         return _make_additive_mask(branch, rows, columns)
-
-    def make() -> Tensor:
-        return _make_additive_mask(branch, rows, columns)
-
     part = tuple(None if x is None else (x.start, x.stop) for x in (rows, columns))
-    key = "additive mask", branch.region, branch.q.dtype, part
-    if branch.layout.queries > MAX_SHARED_MASK_QUERIES:
-        return branch.layout.cached_in_graph(key, make)
-    return branch.layout.cached(key, make)
+    layout, key = branch.layout, (branch.region, branch.q.dtype, part)
+    if traced or layout.queries > MAX_SHARED_MASK_QUERIES:
+        return layout.cached_in_graph(("additive mask", *key), lambda: _make_additive_mask(branch, rows, columns))
+    # one of the layout's values, so that masks of many regions do not take the place of its angles
+    masks = layout.cached("additive masks", _make_mask_dict)
+    if key not in masks:
+        with torch.inference_mode(False):  # or a later call could not save it for its backward
+            masks[key] = _make_additive_mask(branch, rows, columns)
+    return masks[key]
+
+
+def _make_mask_dict() -> dict[Hashable, Tensor]:
+    return {}
 
 
 def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice | None) -> Tensor:
@@ -356,7 +362,8 @@ def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice
     shape = visible.shape if bias is None else torch.broadcast_tensors(visible, bias)[0].shape
     # a distance bias has more digits than half precision; the CPU kernel takes it as it is
     dtype = branch.q.dtype if bias is None else accumulation_dtype(branch.q)
-    mask = branch.q.new_zeros(*shape[:-1], stride, dtype=dtype)[..., :width]
+    # not of q, whose wrappers (vmap) would stay with a mask that is shared
+    mask = torch.zeros(*shape[:-1], stride, dtype=dtype, device=visible.device)[..., :width]
     if bias is not None:
         mask.copy_(bias)
     return mask.masked_fill_(~visible, -torch.inf)

@@ -174,7 +174,7 @@ class Layout:
         return self._values.get(key, make)
 
     def cached_in_graph(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return `make()`, traced once in the graph that the layout was made in; anew outside of graphs."""
+        """Return `make()`, traced once in the graph that the layout was made in; anew for a layout of no graph."""
         return make() if self._traced is None else self._traced.get(key, make)
 
     @property

@@ -169,7 +169,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a model's tokenizer from its folder, the hub or a GGUF file."""
     if not name:
         raise ValueError("texts: expected token ids for a model that does not name its folder, got text")
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
     return read_tokenizer(resolve_model_name(name), **options)
 
 
@@ -225,7 +225,7 @@ def save_extended(
         model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:
-            tokenizer = read_tokenizer(name, **options)
+            tokenizer = read_tokenizer(name, to_save=True, **options)
             tokenizer.model_max_length = VERY_LARGE_INTEGER  # or truncation=True would cut text at the old length
             tokenizer.save_pretrained(partial)
     return folder

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from isentrope.core.caching import register_owner
@@ -98,13 +97,11 @@ class LayoutCache:
 
     def begin_pass(self, module: nn.Module, args: Any) -> None:
         """A hook on the model, before it runs."""
-        if torch.compiler.is_compiling():
-            self.traced = {} if can_share_in_graph() else None
+        self.traced = {} if can_share_in_graph() else None
 
     def end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook on the model, after it has run: nothing of a graph may outlive it."""
-        if torch.compiler.is_compiling():
-            self.traced = None
+        self.traced = None
 
     def get_traced(
         self,
@@ -126,6 +123,7 @@ class LayoutCache:
     def clear(self) -> None:
         """Drop all entries; the next layer computes its layout anew."""
         self.entries.clear()
+        self.traced = None
 
     def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
         """Refer to a tensor weakly; the entry goes when the tensor does."""

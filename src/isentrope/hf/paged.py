@@ -212,7 +212,7 @@ class Pages:
         """Make the layout of a call whose rows are padded on the left."""
         size = len(numbers), count, width, self.device
         origins = [width - self.requests.keys[number] - self.requests.dropped[number] for number in numbers]
-        if not any(origins):
+        if not any(origins) and all(self.requests.keys[number] == width for number in numbers):
             return Layout(*size)
         origin = torch.tensor(origins)[:, None].expand(-1, count)
         own_slot = torch.arange(width - count, width).expand_as(origin)

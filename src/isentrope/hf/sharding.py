@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from isentrope.parallel.heads import LocalHeads
+from isentrope.positions import CLEX
 from isentrope.recipe import Recipe
 
 CONTEXT_PARALLEL_ERROR = (
@@ -55,6 +56,11 @@ def check_local_heads(recipe: Recipe, heads: LocalHeads) -> None:
         raise ValueError(
             f"tensor parallel: {recipe.retrieve} chooses with all {heads.total} heads together, of which this process "
             f"holds {heads.count}; use heads=each"
+        )
+    if isinstance(recipe.position, CLEX):
+        raise ValueError(
+            f"tensor parallel: {CLEX.name()} learns from all {heads.total} heads together, of which this "
+            f"process holds {heads.count}; extend the model before it is spread over processes, with FSDP or parallel=…"
         )
 
 

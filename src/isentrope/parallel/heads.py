@@ -32,7 +32,7 @@ class LocalHeads:
 
 @dataclass(frozen=True)
 class HeadwiseTemperature(Temperature):
-    """A law with one temperature for each head of a layer, for the heads that are in this process."""
+    """A law for the heads that are in this process, which learns from those of all."""
 
     law: Any = None
     heads: LocalHeads = LocalHeads(0, 1, 1)
@@ -48,6 +48,8 @@ class HeadwiseTemperature(Temperature):
         tau = self.law.scale(n, head_dim)
         if tau.requires_grad and self.heads.group is not None:
             tau = _SumGradients.apply(tau, self.heads.group)
+        if tau.shape[-2] == 1:  # one temperature for all heads
+            return tau
         return tau[..., self.heads.first : self.heads.first + self.heads.count, :]
 
 
@@ -91,7 +93,8 @@ def has_heads(law: Any, head_dim: int) -> bool:
 
 def shard_temperature(law: Any, heads: LocalHeads, head_dim: int) -> Any:
     """Return a law for the heads that are in this process."""
-    if heads.count == heads.total or not has_heads(law, head_dim):
+    learns = getattr(law, "learns", False) and hasattr(law, "scale")
+    if heads.count == heads.total or not (learns or has_heads(law, head_dim)):
         return law
     count, keys = getattr(law, "count", "visible"), getattr(law, "keys", "all")
     return HeadwiseTemperature(count=count, keys=keys, law=law, heads=heads)
