@@ -80,7 +80,7 @@ class SDPABackend(MergedBackend):
         for branch in branches:
             if _band_of(branch) is None and _is_one_tile(branch):
                 _get_additive_mask(branch)
-                _find_blind_queries(branch)
+                _find_queries_without_keys(branch)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         q, v = branches[0].q, branches[0].v
@@ -293,8 +293,8 @@ def _forward_masked(branch: FoldedBranch) -> PartialOutput:
         for rows, _, tile in _masked_tiles(branch):
             o, tile_lse = forward_tile(tile)
             out[:, :, rows], lse[:, :, rows] = o[..., :size], tile_lse
-    blind = _find_blind_queries(branch)
-    return PartialOutput(out.masked_fill_(blind[..., None], 0), lse.masked_fill_(blind, -inf))
+    empty = _find_queries_without_keys(branch)
+    return PartialOutput(out.masked_fill_(empty[..., None], 0), lse.masked_fill_(empty, -inf))
 
 
 def _count_chunk_rows(branch: FoldedBranch) -> int:
@@ -308,9 +308,9 @@ def _is_one_tile(branch: FoldedBranch) -> bool:
     return not branch.layout.banded and branch.q.shape[2] <= _count_chunk_rows(branch)
 
 
-def _find_blind_queries(branch: FoldedBranch) -> Tensor:
+def _find_queries_without_keys(branch: FoldedBranch) -> Tensor:
     """Return which queries see no key of a branch, (batch or 1, 1, queries)."""
-    return branch.layout.cached_in_graph(("blind", branch.region), lambda: branch.visible_counts == 0)
+    return branch.layout.cached_in_graph(("queries without keys", branch.region), lambda: branch.visible_counts == 0)
 
 
 def _make_whole_tile(branch: FoldedBranch) -> Tile:

@@ -32,7 +32,7 @@ def draw_board(board: Leaderboard) -> Figure:
     left.plot(last, heights, "o", color=COLOURS[1])
     left.set_xscale("log")
     left.xaxis.set_major_formatter(LogFormatter())
-    left.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    left.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
     for height, value in zip(heights, last, strict=True):
         left.annotate(
             format_perplexity(value), (value, height), (7, 0), textcoords="offset points", va="center", color=INK
