@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import isentrope as ise
+from isentrope.evaluation.loading import load_on_device
 from isentrope.utils.files import write_json
 from isentrope.utils.provenance import collect_provenance
 
@@ -147,15 +148,16 @@ def summarise(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 def build(options: argparse.Namespace) -> Any:
     """Load the model, or make one of SmolLM2-135M's sizes with random weights."""
-    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
     if options.model:
-        model = AutoModelForCausalLM.from_pretrained(options.model, gguf_file=options.gguf_file, dtype=dtype)
+        model: Any = load_on_device(options.model, options.device, dtype, options.gguf_file)
         model.config.max_position_embeddings = options.train_length or model.config.max_position_embeddings
     else:
         torch.manual_seed(0)
         length = options.train_length or (256 if options.device == "cpu" else 2048)
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=length, eos_token_id=None)).to(dtype)
-    return model.eval().to(options.device)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=length, eos_token_id=None))
+        model = model.to(options.device, getattr(torch, dtype))
+    return model.eval()
 
 
 def try_graphs(extended: Any, prompts: list[list[int]]) -> str:
@@ -229,4 +231,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:  # a wrong option or file, whose message says what to do
+        print(error, file=sys.stderr)
+        sys.exit(2)
