@@ -40,3 +40,29 @@ def test_other_rotations_take_no_kernel():
     assert not rotation._rotates_in_kernel(half, cos, interleaved=False)
     assert not rotation._rotates_in_kernel(half.requires_grad_(), cos.half(), interleaved=False)
     assert not rotation._rotates_in_kernel(half, cos[..., :3].half(), interleaved=False)
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="compiles for a card, without one")
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_compiled_products_are_rounded_before_they_are_added(dtype):
+    """Without its option the compiler multiplies and adds in half precision at once, with one rounding."""
+    for rounded in (True, False):
+        ptx = compile_rotation(dtype, rounded, enable_fp_fusion=not rounded)
+        assert ("fma" in ptx) == (not rounded)
+
+
+def compile_rotation(dtype, rounded, **options):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from isentrope.core.rotation_kernel import _rotate_and_scale as kernel
+
+    sizes = {"HALF": 32, "LANES": 32, "ROWS": 64, "HEADS": 8}
+    flags = {"ROTATE": True, "TAU": False, "NORMALISE": False, "INVERSE": False, "ROUNDED": rounded}
+    tensors = dict.fromkeys(("x", "y", "cos", "sin", "tau"), f"*{dtype}")
+    signature = {name: tensors.get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(sizes | flags, "constexpr")
+    constants = {(kernel.arg_names.index(name),): value for name, value in (sizes | flags).items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

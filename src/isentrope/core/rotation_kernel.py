@@ -38,7 +38,7 @@ def launch(
             heads, length,
             HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS_PER_PROGRAM,
             ROTATE=cos is not None, TAU=tau is not None, NORMALISE=normalise, INVERSE=inverse,
-            ROUNDED=rounded,
+            ROUNDED=rounded, enable_fp_fusion=not rounded,  # a fused product would not be rounded
         )  # fmt: skip
     return y
 
