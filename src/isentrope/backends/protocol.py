@@ -47,7 +47,7 @@ class Backend(ABC):
         return None
 
 
-def triton_refusal(call: AttentionCall) -> str | None:
+def triton_refusal(call: AttentionCall, takes_slopes: bool = False) -> str | None:
     """Return why Triton kernels that rotate queries themselves cannot take a call, gradients aside."""
     q, k, v, rotations = call.q, call.k, call.v, call.rotations
     if not can_run_triton(q):
@@ -57,7 +57,7 @@ def triton_refusal(call: AttentionCall) -> str | None:
         return f"it takes head sizes {sizes}, got {q.shape[-1]} and {v.shape[-1]}"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "it takes contiguous vectors, got a stride between their entries"
-    if any(branch.biased for branch in call.branches):
+    if any(b.distance_law is not None or (b.slopes is not None and not takes_slopes) for b in call.branches):
         return "it has no bias or factor by distance"
     if rotations and (call.interleaved or any(2 * cos.shape[-1] != q.shape[-1] for cos, _ in rotations)):
         return "it rotates whole vectors in half layout"

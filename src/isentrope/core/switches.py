@@ -16,6 +16,7 @@ BAND_ENTROPY = "band-entropy"
 BAND_BACKWARD = "band-backward"
 BAND_POINTERS = "band-pointers"
 BAND_CHUNKED_PREFILL = "band-chunked-prefill"
+BAND_SLOPES = "band-slopes"
 ONE_QUERY = "retrieve-one-query"
 SWITCHES = {
     ALIBI_COLUMNS: "ALiBi on a GPU as plain causal attention, positions being further columns of q and k",
@@ -24,6 +25,7 @@ SWITCHES = {
     BAND_BACKWARD: "the backward of the band kernel in Triton",
     BAND_POINTERS: "the band kernel on cards without copy engine",
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
+    BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
     ONE_QUERY: "one query that chooses far keys in two launches",
 }
 # by benchmarks/results/2026-11-17-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed

@@ -6,14 +6,15 @@ Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 
 Without gradients it also takes padded and packed rows and both directions, with the visible slots of each query in
-place of a band (`intervals`), and entropy in the same pass. Off by default (`core/switches.py`): a backward of its own,
-and cards without a copy engine.
+place of a band (`intervals`), a linear bias (`slopes`), and entropy in the same pass. Off by default
+(`core/switches.py`): a backward of its own, and cards without a copy engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from isentrope.backends.band.intervals import (
     forward_intervals,
     has_faster_kernels,
 )
+from isentrope.backends.band.slopes import find_window, forward_slopes
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
@@ -63,6 +65,8 @@ class BandBackend(SDPABackend):
     def refusal(self, call: AttentionCall) -> str | None:
         if (reason := _refuse_operands(call)) is not None:
             return reason
+        if find_window(call) is not None:
+            return None
         plan, by_interval = _get_plan(call), _takes_intervals(call)
         if plan is None and not by_interval:
             rows = f", {MAX_MASKED_QUERIES + 1} queries or more of padded rows, or both directions"
@@ -82,20 +86,24 @@ class BandBackend(SDPABackend):
 
     def computes_all(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes a call without the help of SDPA, so that it needs no memory but for keys."""
-        return self.refusal(call) is None and (plan := _get_plan(call)) is not None and plan.far_branch is None
+        if self.refusal(call) is not None:
+            return False
+        return find_window(call) is not None or ((plan := _get_plan(call)) is not None and plan.far_branch is None)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         if call.needs_grad:
             return MergedBackend.forward(self, call, need_lse)
         parts = split_corner(call)
-        if _get_plan(call) is None:
-            return forward_intervals(call)[:2]
-        return self.run_kernel(call) if parts is None else self._forward_parts(*parts)
+        if parts is None or _get_plan(call) is None:
+            return self.run_kernel(call)
+        return self._forward_parts(*parts)
 
     def forward_with_entropy(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         if not self.computes_entropy(call):
             return None
-        out, lse, entropy = forward_intervals(call, need_entropy=True)
+        window = find_window(call)
+        attend = forward_intervals if window is None else partial(forward_slopes, window=window)
+        out, lse, entropy = attend(call, need_entropy=True)
         assert entropy is not None
         return out, lse, entropy
 
@@ -103,6 +111,8 @@ class BandBackend(SDPABackend):
         """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
         from isentrope.backends.band.kernel import launch
 
+        if (window := find_window(call)) is not None:
+            return forward_slopes(call, window, far)[:2]
         plan = _get_plan(call)
         if plan is None:
             return forward_intervals(call, far=far)[:2]
@@ -165,7 +175,7 @@ def _refuse_operands(call: AttentionCall) -> str | None:
     oldest = AMPERE if is_on(BAND_POINTERS) else HOPPER
     if call.q.is_cuda and (torch.version.hip is not None or cuda_capability_major(call.q.device) < oldest):
         return "it needs the copy engine that NVIDIA's cards have since Hopper"
-    return triton_refusal(call)
+    return triton_refusal(call, takes_slopes=find_window(call) is not None)
 
 
 def _takes_intervals(call: AttentionCall) -> bool:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from isentrope.backends.band.slopes_kernel import find_reach
 from isentrope.backends.merge import PartialOutput
 from isentrope.core.compile import cuda_capability_major, device_context
 from isentrope.core.rotation import Angles
@@ -45,6 +46,7 @@ def launch(
     intervals: tuple[Tensor, Tensor] | None = None,
     far_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
+    slopes: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
 
@@ -69,6 +71,8 @@ def launch(
             (batch or 1, queries) each; `sink_offset` is then added to all scores.
         far_entropy: entropy of attention over the further keys, as its log-sum-exp; for `entropy`.
         entropy: where to write that of each query's weights, (batch, heads, queries) in fp32.
+        slopes: for a bias of - slope · distance, without sinks and intervals: the slopes (heads,), and the largest norm
+            of each head's keys, (batch, kv_heads) in fp32.
 
     Returns:
         Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries).
@@ -85,6 +89,7 @@ def launch(
     sink_keys = k if sink_keys is None else sink_keys
     far_out, far_lse, first = far or PartialOutput(out, lse, 0)
     lows, highs = intervals or (lse, lse)
+    head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
     described = has_copy_engine(q.device)
     k_blocks, v_blocks = (_describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
     with device_context(q):
@@ -93,7 +98,7 @@ def launch(
             cos, sin, sink_cos, sink_sin, lse if tau is None else tau,
             lse if sink_tau is None else sink_tau, lse if sink_offset is None else sink_offset, far_out, far_lse,
             lows, highs, lse if entropy is None else entropy, lse if far_entropy is None else far_entropy,
-            *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
+            head_slopes, key_norms, *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
             *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
             *broadcast_strides(tau, 0, 1, 2), *broadcast_strides(sink_tau, 0, 1, 2),
             *broadcast_strides(sink_offset, 0, 1, 2),
@@ -106,7 +111,7 @@ def launch(
             SINK_OFFSET=sink_offset is not None, NORMALISE=normalise, FAR=far is not None,
             SCALE_SCORES=all(x is None for x in (angles, sink_angles, tau, sink_tau)) and not normalise,
             IEEE=q.dtype == torch.float32, INTERVALS=intervals is not None, DESCRIBED=described,
-            ENTROPY=entropy is not None, num_stages=stages, num_warps=warps,
+            ENTROPY=entropy is not None, SLOPES=slopes is not None, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
 
@@ -208,9 +213,9 @@ def _load_keys(x, batch, head, start, keys, x_key, SIZE: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, position, left, right, keys, begin, end,
-                   scale, k_key, v_key, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+                   scale, slope, k_key, v_key, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
                    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, MASKED: tl.constexpr, INTERVALS: tl.constexpr,
-                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
+                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr, SLOPES: tl.constexpr):  # fmt: skip
     """Add the blocks of keys from `begin` to `end`: all pairs, or (MASKED) those in the band.
 
     INTERVALS: each row sees the keys from its `left` to before its `right`.
@@ -221,6 +226,9 @@ def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, posit
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
         if SCALE_SCORES:
             scores = scores * scale
+        if SLOPES:  # fp32 has every distance exactly, and is faster here than integers
+            distance = (position - start).to(tl.float32)[:, None] - tl.arange(0, COLUMNS).to(tl.float32)[None, :]
+            scores -= slope * tl.abs(distance)
         if MASKED:
             column = start + tl.arange(0, COLUMNS)
             if INTERVALS:
@@ -242,7 +250,7 @@ def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, posit
 ])  # fmt: skip
 def _band(
     q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, sink_tau, sink_offset,
-    far_out, far_lse, lows, highs, entropy, far_entropy,
+    far_out, far_lse, lows, highs, entropy, far_entropy, slopes, key_norms,
     q_batch, q_head, q_row, v_batch, v_head, v_key, sink_batch, sink_head, sink_key,
     angle_batch, angle_row, sink_angle_batch, sink_angle_row, tau_batch, tau_head, tau_row,
     sink_tau_batch, sink_tau_head, sink_tau_row, sink_offset_batch, sink_offset_head, sink_offset_row,
@@ -252,15 +260,18 @@ def _band(
     SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr,
     SINK_TAU: tl.constexpr, SINK_OFFSET: tl.constexpr, NORMALISE: tl.constexpr, FAR: tl.constexpr,
     SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, INTERVALS: tl.constexpr, DESCRIBED: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    ENTROPY: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled.
 
     INTERVALS: row i sees the keys from lows[i] to before highs[i], or none, and sink_offset is added to all scores.
     DESCRIBED: k_blocks and v_blocks are descriptors for the copy engine, otherwise keys and values themselves.
     ENTROPY: that of each row's weights is written too, `far_entropy` being that of far keys.
+    SLOPES: slope · distance is subtracted from scores, and keys too far to count are left out.
     """
-    head, kv_head, batch = tl.program_id(1), tl.program_id(1) // GROUPS, tl.program_id(2).to(tl.int64)
+    # flat slopes, for which most keys count, are those of the last heads: these start first
+    head = heads - 1 - tl.program_id(1) if SLOPES else tl.program_id(1)
+    kv_head, batch = head // GROUPS, tl.program_id(2).to(tl.int64)
     head64, kv_head64 = head.to(tl.int64), kv_head.to(tl.int64)
     start = tl.program_id(0) * ROWS
     row = start + tl.arange(0, ROWS)
@@ -286,6 +297,13 @@ def _band(
 
     q_block = _load_queries(q, cos + batch * angle_batch, sin + batch * angle_batch, factor, row, row_valid, q_row,
                             angle_row, SIZE, ROTATE, NORMALISE)  # fmt: skip
+    slope = 0.0
+    if SLOPES:
+        slope = (tl.load(slopes + head) / LN2).to(tl.float32)
+        own = sink_keys + batch * sink_batch + kv_head64 * sink_head + position.to(tl.int64)[:, None] * sink_key
+        norm = tl.load(key_norms + batch * (heads // GROUPS) + kv_head)
+        reach = find_reach(q_block, own, row_valid, norm, slope, scale if SCALE_SCORES else 1.0, keys, SIZE)
+        left, right = tl.minimum(left, reach), tl.minimum(right, reach)
     # begin … end: blocks that some row sees; inner_begin … inner_end: those that all rows see entirely
     if INTERVALS:
         lows += batch * interval_batch + row
@@ -306,18 +324,18 @@ def _band(
         inner_end = tl.maximum(tl.minimum(first_position + right + 1, keys) // COLUMNS * COLUMNS, inner_begin)
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
-        keys, begin, inner_begin, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True, INTERVALS,
-        DESCRIBED, ENTROPY,
+        keys, begin, inner_begin, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
     )  # fmt: skip
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
-        keys, inner_begin, inner_end, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
-        INTERVALS, DESCRIBED, ENTROPY,
+        keys, inner_begin, inner_end, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
     )  # fmt: skip
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
-        keys, inner_end, end, scale, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True, INTERVALS,
-        DESCRIBED, ENTROPY,
+        keys, inner_end, end, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
     )  # fmt: skip
 
     if SINKS > 0:  # last, when the loops have released their shared memory
