@@ -49,7 +49,7 @@ class Case:
         group, method: its name in the table.
         recipe: of the call.
         shape: of q, k and v.
-        pairs: of a query and a key it sees, in all rows of one head; 0 where it chooses them.
+        pairs: of a query and a key it sees, in all rows of one head; 0 where values decide.
         target: the ratio to its baseline that it may have at most.
         baseline: makes the call it is measured against, and says what that is.
         options: of `attention`.

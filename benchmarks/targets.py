@@ -89,11 +89,12 @@ def list_switched(size: Sizes) -> Iterator[Case]:
     for method in (folded(size)["InfoScale"], two):
         base, used = partial(the_same, method.recipe, {"return_entropy": False}), (switches.BAND_ENTROPY,)
         yield Case("entropy", method.name, method.recipe, shape, pairs, 1.4, base, options, switches=used)
-    columns = (switches.ALIBI_COLUMNS,)
-    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns)
-    shape, pairs = make_shape(size, long), count_pairs(long, long)
-    # without the switch it is FlexAttention, more than a second a call
-    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, pairs, 1.25, plain, switches=columns, compared=False)
+    slopes, columns = (switches.BAND_SLOPES,), (switches.ALIBI_COLUMNS,)
+    yield Case("attention", ALIBI.name, ALIBI.recipe, shape, 0, 1.25, plain, switches=slopes)
+    # a head size that the band kernel refuses
+    odd = shape._replace(head_size=96)
+    yield Case("attention", f"{ALIBI.name}, d 96", ALIBI.recipe, odd, pairs, 1.25, plain, switches=columns)
+    yield Case("attention", ALIBI.name, ALIBI.recipe, make_shape(size, long), 0, 1.25, plain, switches=slopes)
     queries = size.short // 4
     shape, pairs = make_shape(size, middle, queries), count_pairs(queries, middle)
     name, used = f"{two.name}, last {queries}", (switches.BAND_CHUNKED_PREFILL,)

@@ -8,6 +8,8 @@ Kernels add products in fp32. M j may be 2^17 and more where M (j - i) is small,
 keeps no digit below 2^-7. So the columns with upper digits come first: their products are exact, and so is their sum,
 M₁ Σ_{l>0} w_l (j_l - i_l), small for keys nearby before any product of q and k is added. The last digit and M₂ are
 small themselves, and come last. The row's own term, - M i, is among the columns: the log-sum-exp needs no correction.
+
+A GPU uses them where the band kernel, which adds the bias itself, does not take a call: padded rows, other head sizes.
 """
 
 from __future__ import annotations

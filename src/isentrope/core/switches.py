@@ -19,7 +19,7 @@ BAND_CHUNKED_PREFILL = "band-chunked-prefill"
 BAND_SLOPES = "band-slopes"
 ONE_QUERY = "retrieve-one-query"
 SWITCHES = {
-    ALIBI_COLUMNS: "ALiBi on a GPU as plain causal attention, positions being further columns of q and k",
+    ALIBI_COLUMNS: "ALiBi that the band kernel does not take: positions as further columns of q and k",
     BAND_ROWS: "padded and packed rows, and both directions, on the band kernel",
     BAND_ENTROPY: "entropy in the band kernel's own pass",
     BAND_BACKWARD: "the backward of the band kernel in Triton",
@@ -28,7 +28,8 @@ SWITCHES = {
     BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
     ONE_QUERY: "one query that chooses far keys in two launches",
 }
-# by benchmarks/results/2026-11-17-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed
+# by benchmarks/results/2026-11-17-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed;
+# slopes are not either, but read a part of the keys that columns do
 DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 

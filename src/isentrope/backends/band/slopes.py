@@ -6,8 +6,8 @@ import torch
 
 from isentrope.backends.band.intervals import Attended
 from isentrope.backends.merge import PartialOutput
-from isentrope.backends.sdpa import MAX_MASKED_QUERIES
 from isentrope.core.call import AttentionCall
+from isentrope.core.position_columns import MIN_QUERIES
 from isentrope.core.switches import BAND_SLOPES, is_on
 
 MAX_KEYS = 1 << 24  # distances are whole numbers in fp32
@@ -21,7 +21,7 @@ def find_window(call: AttentionCall) -> tuple[int, int] | None:
     branch, layout = call.branches[0], call.layout
     if branch.slopes is None or len(call.branches) > 1 or not is_on(BAND_SLOPES) or call.needs_grad:
         return None
-    if not layout.plain or not MAX_MASKED_QUERIES < layout.queries <= layout.keys <= MAX_KEYS:
+    if not layout.plain or not MIN_QUERIES <= layout.queries <= layout.keys <= MAX_KEYS:
         return None
     if branch.distance_law is not None or branch.chosen is not None or branch.offset is not None:
         return None
