@@ -99,22 +99,24 @@ def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
             q, k, _ = Setting(queries, keys, batch=1, heads=6).tensors(torch.float32)
             call = build_call(Inputs(q, k, k, causal=causal), recipe)
             layout, regions = call.layout, [branch.region for branch in call.branches]
-            if (plan := plan_band(regions, queries, keys)) is None:
+            if (plan := plan_band(regions, queries, keys, rectangles=True, both=True)) is None:
                 continue
             apart = layout.key[:, None] - layout.query[..., None]
             seen = {plan.near_branch: (apart >= -plan.left) & (apart <= plan.right)}
             if plan.sink_branch is not None:
                 early = (layout.key < plan.sinks)[:, None] & (apart < -plan.left)
                 seen[plan.sink_branch] = seen.get(plan.sink_branch, False) | early
-            if plan.far_branch is not None:
-                far = layout.visible(Region((plan.far_span,))).view(1, queries, keys)
-                seen[plan.far_branch] = seen.get(plan.far_branch, False) | far
+            for n, span in plan.far:
+                far = layout.visible(Region((span,))).view(1, queries, keys)
+                seen[n] = seen.get(n, False) | far
+                part = span.to_band(queries, keys)
+                assert part.full or part.causal or part.anticausal
             assert seen.keys() == set(range(len(regions)))
             for n, actual in seen.items():
                 truth = layout.visible(regions[n]).view(queries, keys)
                 assert torch.equal(actual.view(queries, keys), truth), (text, causal)
             cuts += 1
-    assert cuts >= (8 if queries == keys else 4)
+    assert cuts >= (10 if queries == keys else 8)
 
 
 def check_band(text, causal, setting, dtype, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Tile(NamedTuple):
 def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a tile."""
     q, k, v, bias, band, scale = tile
+    if band.anticausal and bias is None and (not q.is_cuda or _takes_cudnn(tile)):
+        out, lse = forward_tile(_turn_around(tile))
+        return out.flip(2), lse.flip(2)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
@@ -58,7 +62,7 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
             grad, q, k, v, out, lse.contiguous(), 0.0, band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    if _takes_cudnn(tile):
+    if _takes_cudnn(tile) and not band.anticausal:
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None,
             q.shape[2], k.shape[2], 0.0, band.causal, scale=scale,
@@ -80,10 +84,15 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
     return dq, dk, dv
 
 
+def _turn_around(tile: Tile) -> Tile:
+    """Return an upper triangle with queries and keys in reverse, a lower one: the fastest kernels have only that."""
+    return Tile(tile.q.flip(2), tile.k.flip(2), tile.v.flip(2), None, replace(tile.band, left=inf, right=0), tile.scale)
+
+
 def _takes_cudnn(tile: Tile) -> bool:
     """Return whether cuDNN takes a tile, the fastest since Hopper; not for one query, as it plans each length anew."""
     q, k, band = tile.q, tile.k, tile.band
-    known = tile.bias is None and (band.full or band.causal) and min(q.shape[2], k.shape[2]) > 1
+    known = tile.bias is None and (band.full or band.causal or band.anticausal) and min(q.shape[2], k.shape[2]) > 1
     return known and q.dtype != torch.float32 and _cudnn_takes(q.shape[-1], cuda_capability_major(q.device))
 
 

@@ -31,7 +31,16 @@ class Band:
     @property
     def causal(self) -> bool:
         """Whether this is a lower triangle with its diagonal."""
-        return self.left == inf and self.right == 0 and self.last - self.first == self.end - self.begin
+        return self.left == inf and self.right == 0 and self._square
+
+    @property
+    def anticausal(self) -> bool:
+        """Whether this is an upper triangle with its diagonal."""
+        return self.left == 0 and self.right == inf and self._square
+
+    @property
+    def _square(self) -> bool:
+        return self.last - self.first == self.end - self.begin
 
 
 @dataclass(frozen=True)

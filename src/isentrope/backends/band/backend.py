@@ -1,6 +1,6 @@
 """Windows, with first keys and far keys beside them: a Triton kernel for the band around the diagonal.
 
-It rotates and scales queries in registers, takes in the first keys on the way, and merges far keys, a triangle that
+It rotates and scales queries in registers, takes in the first keys on the way, and merges far keys, triangles that
 PyTorch's fastest kernel computes, into its output. Last queries that see a far corner beside it go to those kernels.
 Keys are folded beforehand, since many blocks of queries read each.
 Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
@@ -32,7 +32,7 @@ from isentrope.backends.band.slopes import find_window, forward_slopes
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
-from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch
+from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.region import Band, Region, Span
 from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
@@ -42,9 +42,9 @@ AMPERE, HOPPER = 8, 9  # major compute capability
 
 
 class BandPlan(NamedTuple):
-    """Which branch has the keys within `left` and `right` of the diagonal, which the first keys, which a far span.
+    """Which branch has the keys within `left` and `right` of the diagonal, which the first keys, which far ones.
 
-    far_rectangle: keys before the far span, a triangle, that all queries see, where there are more keys than queries.
+    far: branches and their parts that PyTorch's fastest kernels take: triangles, and rectangles that all queries see.
     """
 
     near_branch: int
@@ -52,9 +52,7 @@ class BandPlan(NamedTuple):
     right: int
     sink_branch: int | None = None
     sinks: int = 0
-    far_branch: int | None = None
-    far_span: Span = Span()
-    far_rectangle: Span | None = None
+    far: tuple[tuple[int, Span], ...] = ()
 
 
 class BandBackend(SDPABackend):
@@ -74,7 +72,7 @@ class BandBackend(SDPABackend):
             return whole_rows + (rows if is_on(BAND_ROWS) else "")
         if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
             return None
-        whole = plan is not None and plan.far_branch is not None and not plan.sinks and plan.far_rectangle is None
+        whole = plan is not None and len(plan.far) == 1 and not plan.sinks
         if not whole or split_corner(call) is not None:
             return "it has no backward but of a window with a triangle of far keys"
         return None
@@ -88,7 +86,7 @@ class BandBackend(SDPABackend):
         """Return whether the kernel takes a call without the help of SDPA, so that it needs no memory but for keys."""
         if self.refusal(call) is not None:
             return False
-        return find_window(call) is not None or ((plan := _get_plan(call)) is not None and plan.far_branch is None)
+        return find_window(call) is not None or ((plan := _get_plan(call)) is not None and not plan.far)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         if call.needs_grad:
@@ -120,24 +118,24 @@ class BandBackend(SDPABackend):
         k = call.fold_keys(near)
         sink = near if plan.sink_branch is None else call.branches[plan.sink_branch]
         sink_keys = k if sink is near else call.fold_keys(sink, plan.sinks)
-        if plan.far_branch is not None:
+        if plan.far:
             assert far is None
-            far = self._forward_far(call, plan, call.branches[plan.far_branch])
+            far = self._forward_far(call, plan)
         return launch(
             call.q, k, call.v, plan.left, plan.right, near.query_angles, near.tau, call.scale, call.normalise,
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
         )  # fmt: skip
 
-    def _forward_far(self, call: AttentionCall, plan: BandPlan, branch: RotatedBranch) -> PartialOutput:
-        """Compute the far keys, a triangle and perhaps a rectangle before it, with SDPA's kernels."""
-        folded = call.fold_branch(branch)  # with all keys of both parts
-        triangle = self.forward_branch(replace(folded, region=Region((plan.far_span,))))
-        if plan.far_rectangle is None:
-            return add_offset(triangle, branch.offset)
+    def _forward_far(self, call: AttentionCall, plan: BandPlan) -> PartialOutput:
+        """Compute the parts of far keys with SDPA's kernels."""
+        folded = {n: call.fold_branch(call.branches[n]) for n, _ in plan.far}  # with the keys of all its parts
+        done = [self.forward_branch(replace(folded[n], region=Region((span,)))) for n, span in plan.far]
+        offsets = [call.branches[n].offset for n, _ in plan.far]
+        if len(done) == 1:
+            return add_offset(done[0], offsets[0])
         from isentrope.backends.merge_kernel import launch
 
-        rectangle = self.forward_branch(replace(folded, region=Region((plan.far_rectangle,))))
-        parts = [TileOutput(x.out, x.lse, x.first, offset=branch.offset) for x in (rectangle, triangle)]
+        parts = [TileOutput(x.out, x.lse, x.first, offset=offset) for x, offset in zip(done, offsets, strict=True)]
         return PartialOutput(*launch(parts, (call.q.shape[0], call.q.shape[1], call.q.shape[2])))
 
     def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -152,9 +150,9 @@ class BandBackend(SDPABackend):
 
         layout = branches[0].layout
         plan = plan_band([x.region for x in branches], layout.queries, layout.keys) if layout.plain else None
-        if plan is None or plan.far_branch is None or plan.sinks:
+        if plan is None or len(plan.far) != 1 or plan.sinks:
             return forward_folded(branches)
-        near, far_branch = branches[plan.near_branch], branches[plan.far_branch]
+        near, far_branch = branches[plan.near_branch], branches[plan.far[0][0]]
         far = add_offset(self.forward_branch(far_branch), far_branch.offset)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
@@ -203,19 +201,23 @@ def _get_plan(call: AttentionCall) -> BandPlan | None:
     if not layout.plain:
         return None
     regions = tuple(branch.region for branch in call.branches)
-    rectangles = is_on(BAND_CHUNKED_PREFILL) and layout.queries > MAX_MASKED_QUERIES
-    key = ("band plan", rectangles, *regions)
-    return layout.cached(key, lambda: plan_band(regions, layout.queries, layout.keys, rectangles))
+    many = layout.queries > MAX_MASKED_QUERIES
+    rectangles, both = many and is_on(BAND_CHUNKED_PREFILL), many and is_on(BAND_ROWS)
+    key = ("band plan", rectangles, both, *regions)
+    return layout.cached(key, lambda: plan_band(regions, layout.queries, layout.keys, rectangles, both))
 
 
-def plan_band(regions: Sequence[Region], queries: int, keys: int, rectangles: bool = False) -> BandPlan | None:
-    """Return the regions as one window, at most one set of first keys before it, and at most one triangle, or None.
+def plan_band(
+    regions: Sequence[Region], queries: int, keys: int, rectangles: bool = False, both: bool = False
+) -> BandPlan | None:
+    """Return the regions as one window, at most one set of first keys before it, and far triangles, or None.
 
     Args:
         regions: of the branches.
         queries: in a row, the last of the keys.
         keys: in a row.
-        rectangles: whether a rectangle may be before the triangle.
+        rectangles: whether a rectangle may be before the triangle of keys before the window.
+        both: whether there may be a triangle of keys after the window too.
     """
     if queries > keys:  # some see nothing
         return None
@@ -234,10 +236,12 @@ def plan_band(regions: Sequence[Region], queries: int, keys: int, rectangles: bo
         early = span.start <= 0 and span.stop <= MAX_SINKS and (span.low, span.high) == (-inf, window.low)
         if early and not plan.sinks:
             plan = plan._replace(sink_branch=n, sinks=int(min(span.stop, keys)))
-        elif band is not None and (band.causal or band.full) and plan.far_branch is None:
-            plan = plan._replace(far_branch=n, far_span=span)
-        elif rectangles and plan.far_branch is None and band is not None and (parts := _split_rectangle(span, band)):
-            plan = plan._replace(far_branch=n, far_rectangle=parts[0], far_span=parts[1])
+        elif band is None or (plan.far and not both):
+            return None
+        elif band.causal or band.full or (both and band.anticausal):
+            plan = plan._replace(far=(*plan.far, (n, span)))
+        elif rectangles and (parts := _split_rectangle(span, band)):
+            plan = plan._replace(far=(*plan.far, *((n, part) for part in parts)))
         else:
             return None
     return plan
