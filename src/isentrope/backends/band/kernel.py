@@ -191,7 +191,9 @@ def _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE: tl.constexpr,
     weight = tl.exp2(scores - anchor[:, None])
     decay = tl.exp2(row_max - anchor)
     if ENTROPY:
-        below = tl.where(weight > 0, scores - anchor[:, None], 0.0)
+        below = scores - anchor[:, None]
+        if MASKED:  # -inf
+            below = tl.where(weight > 0, below, 0.0)
         gap = _move_gap(gap, row_max, row_sum, anchor, decay) + tl.sum(weight * below, 1)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
