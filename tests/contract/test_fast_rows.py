@@ -106,7 +106,7 @@ def test_both_directions_interpreted(text, rows, causal, every_switch):
 
 @interprets
 @pytest.mark.parametrize("text", [TEXTS[1], pytest.param(TEXTS[4], marks=pytest.mark.slow)])
-def test_padded_queries_that_nobody_reads_are_not_computed(text, every_switch):
+def test_padded_queries_that_nobody_reads_are_not_computed_interpreted(text, every_switch):
     lengths, results = torch.tensor([40, 7]), []
     for matter in (True, False):
         generator = torch.Generator().manual_seed(0)
@@ -212,18 +212,38 @@ def test_a_part_of_a_row_interpreted(every_switch):
 
 
 @interprets
-def test_padding_is_never_read_interpreted(every_switch):
-    setting = make_setting("lengths")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf - inf
+@pytest.mark.parametrize("rows", ["lengths", pytest.param("left", marks=pytest.mark.slow)])
+def test_padding_is_never_read_interpreted(rows, every_switch):
+    """Nor copied: the kernel reads padded values as zeros, and padded keys where scores are masked."""
+    setting = make_setting(rows)
     q, k, v = setting.tensors(torch.float32)
-    options = setting.arguments() | {"causal": True, "backend": "band", "return_lse": True}
+    options = {"causal": True, "backend": "band", "return_lse": True, "return_entropy": True} | setting.arguments()
+    padded = build(TEXTS[1], setting, True).layout.padding()[1][:, None, :, None]
+    assert padded.any()
     with torch.no_grad():
-        expected, _ = attention(q, k, v, TEXTS[1], **options)
-        lengths = torch.as_tensor(options["lengths"])
-        padded = torch.arange(63) >= lengths[:, None]
-        k, v = (x.masked_fill(padded[:, None, :, None], torch.nan) for x in (k, v))
-        actual, _ = attention(q, k, v, TEXTS[1], **options)
-    live = ~padded[:, None, :, None].expand_as(expected)
-    assert torch.equal(actual[live], expected[live])
+        expected, exact = attention(q.masked_fill(padded, 0), k, v, TEXTS[1], **options)
+        for bad in (torch.nan, -torch.inf, 1e30):  # the product of two of the last is infinite
+            spoiled = [x.masked_fill(padded, bad) for x in (k, v)]
+            q = q.masked_fill(padded, torch.nan)  # zeros where they are not finite
+            out, aux = attention(q, *spoiled, TEXTS[1], **options)
+            for ours, clean in ((out, expected), (aux.lse, exact.lse), (aux.entropy, exact.entropy)):
+                assert torch.equal(ours, clean), bad
+
+
+@interprets
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_padded_queries_that_nobody_reads_may_be_anything_interpreted(every_switch):
+    q, k, v = make_setting("lengths").tensors(torch.float32)
+    layout = Layout(2, 63, 63, q.device, Rows(lengths=torch.tensor([63, 20])))
+    layout.padded_queries_matter = False
+    padded = layout.padding()[0][:, None, :, None]
+    with torch.no_grad():
+        expected, exact = attention(q, k, v, TEXTS[1], causal=True, layout=layout, backend="band", return_lse=True)
+        spoiled = [x.masked_fill(padded, torch.nan) for x in (q, k, v)]
+        out, aux = attention(*spoiled, TEXTS[1], causal=True, layout=layout, backend="band", return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(aux.lse, exact.lse)
+    assert out[1, :, 20:].abs().max() == 0
 
 
 def build(text, setting, causal):

@@ -32,6 +32,16 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
     return call if q is call.q and k is call.k and v is call.v else call.set_tensors(q, k, v)
 
 
+def blank_queries(call: AttentionCall) -> AttentionCall:
+    """Return a call with zeros for what is not finite in padded queries, where anybody reads their outputs."""
+    layout, q = call.layout, call.q
+    if not layout.padded or layout.harmless_padding or not layout.padded_queries_matter:
+        return call
+    if _can_inspect(q) and _is_small(q):
+        return call
+    return call.set_tensors(_blank_nonfinite(q, layout.padding()[0]), call.k, call.v)
+
+
 def _blank(x: Tensor, slots: Tensor) -> Tensor:
     return x.masked_fill(slots[:, None, :, None], 0)
 

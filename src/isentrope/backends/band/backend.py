@@ -30,6 +30,7 @@ from isentrope.backends.band.intervals import (
 )
 from isentrope.backends.band.slopes import find_window, forward_slopes
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
+from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
@@ -38,6 +39,7 @@ from isentrope.core.region import Band, Region, Span
 from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
 
 MAX_SINKS = 64
+MAX_INTERVAL_Q_ELEMENTS = 1 << 30  # of several branches, whose outputs are held two at a time: 2 GiB each
 AMPERE, HOPPER = 8, 9  # major compute capability
 
 
@@ -59,6 +61,7 @@ class BandBackend(SDPABackend):
     """The band kernel, with SDPA's kernels for far keys and for the backward."""
 
     name = "band"
+    reads_padding = False  # the kernel reads padded values as zeros; what goes to SDPA's kernels is blanked here
 
     def refusal(self, call: AttentionCall) -> str | None:
         if (reason := _refuse_operands(call)) is not None:
@@ -83,14 +86,20 @@ class BandBackend(SDPABackend):
         return is_on(BAND_ENTROPY) and not laws and not call.needs_grad and _refuse_operands(call) is None
 
     def computes_all(self, call: AttentionCall) -> bool:
-        """Return whether the kernel takes a call without the help of SDPA, so that it needs no memory but for keys."""
+        """Return whether the kernel takes all heads of a call at once: without SDPA, it needs memory for keys alone.
+
+        By intervals it needs memory for a second output too.
+        """
         if self.refusal(call) is not None:
             return False
-        return find_window(call) is not None or ((plan := _get_plan(call)) is not None and not plan.far)
+        plan = _get_plan(call)
+        if plan is None and find_window(call) is None:
+            return call.q.numel() <= MAX_INTERVAL_Q_ELEMENTS
+        return plan is None or not plan.far
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         if call.needs_grad:
-            return MergedBackend.forward(self, call, need_lse)
+            return MergedBackend.forward(self, blank_padding(call), need_lse)
         parts = split_corner(call)
         if parts is None or _get_plan(call) is None:
             return self.run_kernel(call)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.merge import PartialOutput
+from isentrope.backends.padding import blank_queries
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.layout import Layout
 from isentrope.core.region import EVERYTHING, Region
@@ -53,10 +54,15 @@ def has_faster_kernels(call: AttentionCall) -> bool:
 
 
 def forward_intervals(call: AttentionCall, need_entropy: bool = False, far: PartialOutput | None = None) -> Attended:
-    """Compute all branches, rotating queries in the kernel, and merge them with `far`, the output of other keys."""
+    """Compute all branches, rotating queries in the kernel, and merge them with `far`, the output of other keys.
+
+    Padded keys and values may be anything. At most two outputs are held at a time, and the keys of each rotation.
+    """
     from isentrope.backends.band.kernel import launch
 
     assert far is None or not need_entropy
+    call = blank_queries(call)
+    padded = call.layout.padded and not call.layout.harmless_padding
     entropy: Tensor | None = None
     keys: list[Tensor] = []
     for n, branch in enumerate(call.branches):
@@ -68,6 +74,7 @@ def forward_intervals(call: AttentionCall, need_entropy: bool = False, far: Part
             out, lse = launch(
                 call.q, keys[n], call.v, 0, 0, branch.query_angles, branch.tau, call.scale, call.normalise,
                 sink_offset=branch.offset, far=far, intervals=interval, far_entropy=entropy, entropy=target,
+                padded=padded,
             )  # fmt: skip
             far, entropy = PartialOutput(out, lse), target
     assert far is not None

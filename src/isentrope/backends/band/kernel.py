@@ -47,6 +47,7 @@ def launch(
     far_entropy: Tensor | None = None,
     entropy: Tensor | None = None,
     slopes: tuple[Tensor, Tensor] | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query over `left` keys before its own and `right` after it, plus sinks and far keys.
 
@@ -73,6 +74,7 @@ def launch(
         entropy: where to write that of each query's weights, (batch, heads, queries) in fp32.
         slopes: for a bias of - slope · distance, without sinks and intervals: the slopes (heads,), and the largest norm
             of each head's keys, (batch, kv_heads) in fp32.
+        padded: whether keys and values outside all intervals may be anything, NaN too.
 
     Returns:
         Output (batch, heads, queries, dv) and log-sum-exp (batch, heads, queries).
@@ -111,7 +113,7 @@ def launch(
             SINK_OFFSET=sink_offset is not None, NORMALISE=normalise, FAR=far is not None,
             SCALE_SCORES=all(x is None for x in (angles, sink_angles, tau, sink_tau)) and not normalise,
             IEEE=q.dtype == torch.float32, INTERVALS=intervals is not None, DESCRIBED=described,
-            ENTROPY=entropy is not None, SLOPES=slopes is not None, num_stages=stages, num_warps=warps,
+            ENTROPY=entropy is not None, SLOPES=slopes is not None, PADDED=padded, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     return out, lse
 
@@ -217,13 +219,19 @@ def _load_keys(x, batch, head, start, keys, x_key, SIZE: tl.constexpr, COLUMNS: 
 def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, position, left, right, keys, begin, end,
                    scale, slope, k_key, v_key, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
                    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, MASKED: tl.constexpr, INTERVALS: tl.constexpr,
-                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr, SLOPES: tl.constexpr):  # fmt: skip
+                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr, SLOPES: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """Add the blocks of keys from `begin` to `end`: all pairs, or (MASKED) those in the band.
 
-    INTERVALS: each row sees the keys from its `left` to before its `right`.
+    INTERVALS: each row sees the keys from its `left` to before its `right`. PADDED: values that no row sees are read as
+    zeros, since a weight of 0 does not undo a NaN.
     """
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    for start in tl.range(begin, end, COLUMNS):
+    BLANKED: tl.constexpr = MASKED and PADDED
+    if BLANKED:
+        seen = left < right
+        lowest, highest = tl.min(tl.where(seen, left, keys), 0), tl.max(tl.where(seen, right, 0), 0)
+    # the few masked blocks leave the memory of a pipeline stage to the values with zeros
+    for start in tl.range(begin, end, COLUMNS, num_stages=2 if BLANKED else None):
         k_block = _load_keys(k, batch, head, start, keys, k_key, SIZE, COLUMNS, DESCRIBED, MASKED)
         scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision)
         if SCALE_SCORES:
@@ -240,6 +248,8 @@ def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, posit
                 visible = (distance >= -left) & (distance <= right) & (column < keys)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         v_block = _load_keys(v, batch, head, start, keys, v_key, VALUE_SIZE, COLUMNS, DESCRIBED, MASKED)
+        if BLANKED:
+            v_block = tl.where(((column >= lowest) & (column < highest))[:, None], v_block, 0.0)
         row_max, row_sum, acc, gap = _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, MASKED, ENTROPY)
     return row_max, row_sum, acc, gap
 
@@ -262,7 +272,7 @@ def _band(
     SINKS: tl.constexpr, ROTATE: tl.constexpr, ROTATE_SINKS: tl.constexpr, TAU: tl.constexpr,
     SINK_TAU: tl.constexpr, SINK_OFFSET: tl.constexpr, NORMALISE: tl.constexpr, FAR: tl.constexpr,
     SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, INTERVALS: tl.constexpr, DESCRIBED: tl.constexpr,
-    ENTROPY: tl.constexpr, SLOPES: tl.constexpr,
+    ENTROPY: tl.constexpr, SLOPES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries of one head. SCALE_SCORES: queries stay untouched, scores are scaled.
 
@@ -270,6 +280,7 @@ def _band(
     DESCRIBED: k_blocks and v_blocks are descriptors for the copy engine, otherwise keys and values themselves.
     ENTROPY: that of each row's weights is written too, `far_entropy` being that of far keys.
     SLOPES: slope · distance is subtracted from scores, and keys too far to count are left out.
+    PADDED: keys and values outside all intervals may be NaN.
     """
     # flat slopes, for which most keys count, are those of the last heads: these start first
     head = heads - 1 - tl.program_id(1) if SLOPES else tl.program_id(1)
@@ -327,17 +338,17 @@ def _band(
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
         keys, begin, inner_begin, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
-        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES, PADDED,
     )  # fmt: skip
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
         keys, inner_begin, inner_end, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, False,
-        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES, PADDED,
     )  # fmt: skip
     row_max, row_sum, acc, gap = _attend_blocks(
         row_max, row_sum, acc, gap, q_block, k_blocks, v_blocks, tl.program_id(2), kv_head, position, left, right,
         keys, inner_end, end, scale, slope, k_key, v_key, SIZE, VALUE_SIZE, COLUMNS, SCALE_SCORES, IEEE, True,
-        INTERVALS, DESCRIBED, ENTROPY, SLOPES,
+        INTERVALS, DESCRIBED, ENTROPY, SLOPES, PADDED,
     )  # fmt: skip
 
     if SINKS > 0:  # last, when the loops have released their shared memory
