@@ -8,12 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isentrope import dispatch
+from isentrope.backends import sdpa, tile_kernels
 from isentrope.backends.band import backend
 from isentrope.core import switches
 from isentrope.core.layout import Layout, Rows
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
-from tests.contract.test_fast import interprets
+from tests.contract.test_fast import error, hopper, interprets, recipe_of
 
 ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided"}
 PADDED = Setting(64, 64, heads=4, kv_heads=4, d=32, dv=32)
@@ -45,7 +46,9 @@ def launches(monkeypatch):
 
     def launch(q, k, v, *rest, **options):
         seen.append((tuple(q.shape), tuple(k.shape)))
-        return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        batch, heads, queries, _ = q.shape
+        out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+        return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
     monkeypatch.setattr(kernel, "launch", launch)
     monkeypatch.setattr(rotation_kernel, "launch", lambda x, *rest, **options: torch.empty_like(x))
@@ -89,3 +92,52 @@ def test_too_large_outputs_go_a_few_heads_at_a_time_interpreted(launches, monkey
     with torch.no_grad():
         attention(q, k, v, "rerope:window=24", causal=True, layout=make_layout("padded"))
     assert [shape[1] for shape, _ in launches] == [2, 2, 2, 2]  # heads of two regions, twice
+
+
+GROUPED = Setting(130, 130, heads=6, kv_heads=2, d=32, dv=16)
+
+
+def check_grouped_heads(monkeypatch, dtype, device, backend):
+    """Compare far keys whose heads are shared with the reference, forward and backward; return repeated sizes."""
+    repeated = []
+    monkeypatch.setattr(sdpa, "_repeat_heads", lambda x, branch: repeated.append(x.shape) or repeat(x, branch))
+    recipe, results = recipe_of("rerope:window=24", device), []
+    for kind, name in ((dtype, backend), (torch.float64, "reference")):
+        inputs = [x.to(kind).requires_grad_() for x in GROUPED.tensors(dtype, device)]
+        out = attention(*inputs, recipe, causal=True, backend=name)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device=device, dtype=torch.float64).view_as(out)
+        results.append([out.detach(), *torch.autograd.grad((out.double() * weights).sum(), inputs)])
+    for ours, truth in zip(*results, strict=True):
+        assert ours.shape == truth.shape and error(ours, truth) < (1e-4 if dtype == torch.float32 else 4e-2)
+    return repeated
+
+
+repeat = sdpa._repeat_heads
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("backend", ["band", "sdpa"])
+def test_kernels_take_fewer_key_heads(backend, monkeypatch):
+    assert check_grouped_heads(monkeypatch, torch.bfloat16, "cuda", backend) == []
+
+
+def test_key_heads_are_repeated_for_kernels_that_need_it(monkeypatch):
+    """Kernels of a CPU stand in for those of a GPU: with repeated heads, and with shared ones that they repeat."""
+    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch: None)
+    monkeypatch.setattr(sdpa, "_takes_flash", lambda q, v: False)
+    far = (2, 2, 106, 32)  # the triangle's keys; the window has a mask here, and repeats all
+    assert far in check_grouped_heads(monkeypatch, torch.float32, "cpu", "sdpa")
+
+    def widen(tile):
+        return tile._replace(k=tile.k.repeat_interleave(3, 1), v=tile.v.repeat_interleave(3, 1))
+
+    def backward(tile, *outputs):
+        dq, *rest = tile_kernels.backward_tile(widen(tile) if tile.bias is None else tile, *outputs)
+        return dq, *(x if tile.bias is not None else x.unflatten(1, (2, 3)).sum(2) for x in rest)
+
+    monkeypatch.setattr(sdpa, "takes_fewer_key_heads", lambda tile: True)
+    forward = tile_kernels.forward_tile
+    monkeypatch.setattr(sdpa, "forward_tile", lambda tile: forward(widen(tile) if tile.bias is None else tile))
+    monkeypatch.setattr(sdpa, "backward_tile", backward)
+    assert far not in check_grouped_heads(monkeypatch, torch.float32, "cpu", "sdpa")

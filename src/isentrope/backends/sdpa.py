@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
 from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
-from isentrope.backends.tile_kernels import Tile, backward_tile, forward_tile
+from isentrope.backends.tile_kernels import Tile, backward_tile, forward_tile, takes_fewer_key_heads
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import can_run_triton, cuda_capability_major
@@ -46,7 +46,7 @@ def has_triangular_branch(call: AttentionCall) -> bool:
 
 
 class SDPABackend(MergedBackend):
-    """Branches through fused kernels. All heads are materialised and all head sizes made equal with zeros."""
+    """Branches through fused kernels. Head sizes are made equal with zeros, and key heads repeated where needed."""
 
     name = "sdpa"
 
@@ -156,7 +156,8 @@ def _repeat_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
 
 
 def _sum_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
-    return x if branch.groups == 1 else x.unflatten(1, (branch.k.shape[1], branch.groups)).sum(2)
+    heads = branch.k.shape[1]
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, branch.groups)).sum(2)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
@@ -276,9 +277,12 @@ def _backward_chunks(
 
 
 def _make_tile(branch: FoldedBranch, band: Band) -> Tile:
-    q, k, v = _get_operands(branch)
+    q, k, v = _get_operands(branch, shared=True)
     k, v = (x[:, :, band.begin : band.end] for x in (k, v))
-    return Tile(q[:, :, band.first : band.last], k, v, None, band, branch.scale)
+    tile = Tile(q[:, :, band.first : band.last], k, v, None, band, branch.scale)
+    if branch.groups == 1 or takes_fewer_key_heads(tile):
+        return tile
+    return tile._replace(k=_repeat_heads(k, branch), v=_repeat_heads(v, branch))
 
 
 def _forward_masked(branch: FoldedBranch) -> PartialOutput:

@@ -19,7 +19,10 @@ CUDNN = torch.backends.cudnn.version() or 0
 
 
 class Tile(NamedTuple):
-    """A rectangle of queries and keys: with an additive mask, or a band that kernels support."""
+    """A rectangle of queries and keys: with an additive mask, or a band that kernels support.
+
+    k and v may have fewer heads than q where `takes_fewer_key_heads`.
+    """
 
     q: Tensor
     k: Tensor
@@ -87,6 +90,14 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
 def _turn_around(tile: Tile) -> Tile:
     """Return an upper triangle with queries and keys in reverse, a lower one: the fastest kernels have only that."""
     return Tile(tile.q.flip(2), tile.k.flip(2), tile.v.flip(2), None, replace(tile.band, left=inf, right=0), tile.scale)
+
+
+def takes_fewer_key_heads(tile: Tile) -> bool:
+    """Return whether the kernel of a tile lets query heads share key heads: cuDNN and FlashAttention do.
+
+    PyTorch's own function hands them such keys as they are, forward and backward.
+    """
+    return tile.q.is_cuda and torch.version.hip is None and (_takes_cudnn(tile) or _tile_takes_flash(tile))
 
 
 def _takes_cudnn(tile: Tile) -> bool:

@@ -219,7 +219,8 @@ def _load_keys(x, batch, head, start, keys, x_key, SIZE: tl.constexpr, COLUMNS: 
 def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, position, left, right, keys, begin, end,
                    scale, slope, k_key, v_key, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
                    SCALE_SCORES: tl.constexpr, IEEE: tl.constexpr, MASKED: tl.constexpr, INTERVALS: tl.constexpr,
-                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr, SLOPES: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+                   DESCRIBED: tl.constexpr, ENTROPY: tl.constexpr, SLOPES: tl.constexpr,
+                   PADDED: tl.constexpr):  # fmt: skip
     """Add the blocks of keys from `begin` to `end`: all pairs, or (MASKED) those in the band.
 
     INTERVALS: each row sees the keys from its `left` to before its `right`. PADDED: values that no row sees are read as
