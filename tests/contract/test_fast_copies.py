@@ -141,3 +141,41 @@ def test_key_heads_are_repeated_for_kernels_that_need_it(monkeypatch):
     monkeypatch.setattr(sdpa, "forward_tile", lambda tile: forward(widen(tile) if tile.bias is None else tile))
     monkeypatch.setattr(sdpa, "backward_tile", backward)
     assert far not in check_grouped_heads(monkeypatch, torch.float32, "cpu", "sdpa")
+
+
+@interprets
+def test_gradients_of_far_keys_are_added_in_place_interpreted(launches, monkeypatch):
+    """Of a window and a triangle nothing is padded: autograd adds nothing, dq is added where it is rotated back."""
+    from isentrope.core import rotation_kernel
+
+    rotated = []
+
+    def rotate(x, *rest, total=None, **options):
+        rotated.append((tuple(x.shape), total is not None))
+        return torch.empty_like(x) if total is None else total
+
+    monkeypatch.setattr(rotation_kernel, "launch", rotate)
+    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch: None)
+    monkeypatch.setattr(sdpa, "_takes_flash", lambda q, v: True)
+    monkeypatch.setattr(
+        sdpa, "forward_tile", lambda tile: (torch.empty_like(tile.q), tile.q.new_empty(tile.q.shape[:3]))
+    )
+    monkeypatch.setattr(sdpa, "backward_tile", lambda tile, *rest: tuple(map(torch.empty_like, tile[:3])))
+    q, k, v = (x.requires_grad_() for x in PADDED.tensors(torch.float32))
+    out = attention(q, k, v, "rerope:window=24", causal=True, backend="band")
+    far = (2, 4, 64 - 24, 32)
+    # as a model gives it, which reads the output query by query, and in another order, which is copied once
+    for grad, copies in ((torch.empty_like(out), []), (torch.empty(out.shape), ["copy_"])):
+        rotated.clear()
+        with LargeOperations(q.numel() // 2) as operations:
+            torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        assert operations.names == [*copies, "add_", "add_"]  # far keys, which are not rotated, and values
+        assert rotated == [(tuple(q.shape), False), (tuple(k.shape), False), (far, True)]
+
+
+@interprets
+def test_outputs_are_stored_as_models_read_them_interpreted():
+    q, k, v = Setting(40, 40, heads=2, kv_heads=2, d=32, dv=32).tensors(torch.float32)
+    with torch.no_grad():
+        out = attention(q, k, v, "rope+window:size=8", causal=True, backend="band")
+    assert out.transpose(1, 2).is_contiguous()

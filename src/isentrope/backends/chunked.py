@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends.merge import MergedBackend, PartialOutput
+from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput
 from isentrope.backends.wide_matmul import factor_dtype, matmul_wide
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import maybe_compile
@@ -40,9 +40,7 @@ class ChunkedBackend(MergedBackend):
             lse[:, :, rows] = (top + total.log()).squeeze(-1).flatten(1, 2)
         return PartialOutput(out, lse)
 
-    def backward_branch(
-        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
         dtype, factors = accumulation_dtype(branch.q), factor_dtype(branch.q)
         k, v = branch.k.to(factors), branch.v.to(factors)
         delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
@@ -61,7 +59,7 @@ class ChunkedBackend(MergedBackend):
             dq[:, :, rows] = matmul_wide(ds, k[:, :, columns]).unflatten(2, p.shape[2:4]).flatten(1, 2).to(dq.dtype)
             dk[:, :, columns] += matmul_wide(ds.mT, q)
             dv[:, :, columns] += matmul_wide(p.flatten(2, 3).to(factors).mT, g)
-        return dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype)
+        return BranchGradients(dq, dk.to(branch.k.dtype), dv.to(branch.v.dtype))
 
     def sum_surprise(self, branch: FoldedBranch, level: Tensor) -> Tensor:
         """Return Σ_j p_j (level - s_j) with p_j = e^{s_j - level} over a branch's keys, (batch, heads, queries).

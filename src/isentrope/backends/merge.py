@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from isentrope.backends.protocol import Backend
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import maybe_compile
+from isentrope.core.compile import can_run_triton, maybe_compile
+from isentrope.core.rotation import Angles, can_rotate_in_kernel, rotate_back
 
 
 class PartialOutput(NamedTuple):
@@ -30,6 +31,22 @@ class PartialOutput(NamedTuple):
     out: Tensor
     lse: Tensor
     first: int = 0
+
+
+class BranchGradients(NamedTuple):
+    """Gradients of one branch: of queries from `first` on and of keys from `begin` on; those of the others are 0."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    first: int = 0
+    begin: int = 0
+
+    def pad(self, branch: FoldedBranch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return them with zeros for the other queries and keys of a branch."""
+        keys = branch.k.shape[2]
+        dk, dv = pad_rows(self.dk, self.begin, keys), pad_rows(self.dv, self.begin, keys)
+        return pad_rows(self.dq, self.first, branch.q.shape[2]), dk, dv
 
 
 class TileOutput(NamedTuple):
@@ -54,6 +71,8 @@ class MergedBackend(Backend):
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Compute all branches, span by span, under autograd where that is needed."""
+        if _can_rotate_back(call):
+            return RotatedAttention.apply(self, call, call.q, call.k, call.v)
         branches = [part for branch in self.list_branches(call) for part in branch.split_spans()]
         operands = [x for branch in branches for x in (branch.q, branch.k, branch.offset)]
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (call.v, *operands)):
@@ -80,10 +99,8 @@ class MergedBackend(Backend):
         """Compute one branch without its offset; zeros and -inf for a query that sees no key of it."""
 
     @abstractmethod
-    def backward_branch(
-        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv of one branch, from the merged output and log-sum-exp of all, less its offset."""
+    def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
+        """Return the gradients of one branch, from the merged output and log-sum-exp of all, less its offset."""
 
 
 def add_offset(part: PartialOutput, offset: Tensor | None) -> PartialOutput:
@@ -98,6 +115,14 @@ def pad_rows(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
     """Return x (batch, heads, some, …) as rows `first` on of a tensor of `length` rows, the others filled."""
     after = length - first - x.shape[2]
     return x if first == after == 0 else F.pad(x, (0, 0) * (x.dim() - 3) + (first, after), value=value)
+
+
+def add_rows(total: Tensor | None, x: Tensor, first: int, length: int) -> Tensor:
+    """Add x to rows `first` on of a total, in place; without one, x becomes the total of `length` rows."""
+    if total is None:
+        return pad_rows(x, first, length)
+    total[:, :, first : first + x.shape[2]].add_(x)
+    return total
 
 
 def merge(parts: list[PartialOutput], length: int) -> tuple[Tensor, Tensor]:
@@ -185,6 +210,85 @@ class TracedMergedAttention(MergedAttention):
         return _backward(ctx, *grads)
 
 
+class RotatedAttention(torch.autograd.Function):
+    """The same from q and k as they came, where kernels fold them.
+
+    Gradients of branches are rotated back into one sum, so that none is padded with zeros to be added by autograd.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend: MergedBackend, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        folded = call.set_tensors(q, k, v).fold()
+        pairs = [(a, part) for a, b in zip(call.branches, folded, strict=True) for part in b.split_spans()]
+        out, lse = backend.forward_branches([part for _, part in pairs])
+        empty = v.new_empty(0)
+        ctx.backend = backend
+        ctx.branches = [(rotated, part.set_operands(empty, empty, empty, None)) for rotated, part in pairs]
+        ctx.save_for_backward(out, lse, v, *(x for _, part in pairs for x in (part.q, part.k, part.offset)))
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        out, lse, v, *operands = ctx.saved_tensors
+        grad = _match_order(grads[0], out)
+        rotations = [rotated for rotated, _ in ctx.branches]
+        branches = _set_operands([part for _, part in ctx.branches], v, operands)
+        dq: Tensor | None = None
+        dk: Tensor | None = None
+        dv: Tensor | None = None
+        for rotated, branch in zip(rotations, branches, strict=True):
+            shifted = lse if branch.offset is None else lse - branch.offset.to(lse.dtype)
+            part = ctx.backend.backward_branch(branch, grad, out, shifted)
+            queries, keys = branch.q.shape[2], branch.k.shape[2]
+            dq = _add_rotated_back(dq, part.dq, part.first, queries, rotated.query_angles, rotated.tau)
+            dk = _add_rotated_back(dk, part.dk, part.begin, keys, rotated.key_angles, None)
+            dv = add_rows(dv, part.dv, part.begin, keys)
+        return None, None, dq, dk, dv
+
+
+def _match_order(grad: Tensor, out: Tensor) -> Tensor:
+    """Return a gradient query by query if the output is stored so: kernels would copy it, each for itself."""
+    if grad.transpose(1, 2).is_contiguous() or not out.transpose(1, 2).is_contiguous():
+        return grad
+    return torch.empty_like(out).copy_(grad)
+
+
+def _can_rotate_back(call: AttentionCall) -> bool:
+    """Return whether q, k or v has a gradient and nothing else has, and kernels fold q and k by rotation alone."""
+    if torch.compiler.is_compiling() or not can_run_triton(call.q) or call.normalise or not call.needs_grad:
+        return False
+    fixed = [x for branch in call.branches for x in (branch.tau, branch.offset) if x is not None]
+    if any(x.requires_grad for x in (*fixed, *(x for angles in call.rotations for x in angles))):
+        return False
+    return all(
+        not branch.biased
+        and branch.chosen is None
+        and can_rotate_in_kernel(call.q, branch.query_angles, branch.tau, call.interleaved)
+        and can_rotate_in_kernel(call.k, branch.key_angles, None, call.interleaved)
+        for branch in call.branches
+    )
+
+
+def _add_rotated_back(
+    total: Tensor | None, grad: Tensor, first: int, length: int, angles: Angles | None, tau: Tensor | None
+) -> Tensor:
+    """Add the gradient of rotated rows `first` on, as that of rows before rotation, to a total as `add_rows` does."""
+    if angles is None and tau is None:
+        return add_rows(total, grad, first, length)
+    rows = slice(first, first + grad.shape[2])
+    if total is None and grad.shape[2] < length:
+        total = grad.new_zeros(*grad.shape[:2], length, grad.shape[3])
+    if angles is not None and angles[0].shape[2] > 1:
+        angles = angles[0][:, :, rows], angles[1][:, :, rows]
+    tau = None if tau is None else tau[:, :, rows]
+    added = rotate_back(grad, angles, tau, None if total is None else total[:, :, rows])
+    return added if total is None else total
+
+
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     out, lse, v, *operands = ctx.saved_tensors
     d_operands: list[Tensor | None] = []
@@ -192,11 +296,12 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     for index, branch in enumerate(_set_operands(ctx.branches, v, operands)):
         offset = branch.offset
         shifted = lse if offset is None else lse - offset.to(lse.dtype)
-        dq, dk, dv = ctx.backend.backward_branch(branch, grads[0], out, shifted)
+        gradients = ctx.backend.backward_branch(branch, grads[0], out, shifted)
         d_offset = None
         if offset is not None and ctx.needs_input_grad[3 + 3 * index + 2]:
             part = ctx.backend.forward_branch(branch)
             d_offset = compute_offset_gradient(part, grads[0], out, shifted).sum_to_size(offset.shape).to(offset.dtype)
+        dq, dk, dv = gradients.pad(branch)
         d_operands += [dq, dk, d_offset]
         dv_total = dv if dv_total is None else dv_total + dv
     return None, None, dv_total, *d_operands

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
-from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, pad_rows
+from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput
 from isentrope.backends.tile_kernels import Tile, backward_tile, forward_tile, takes_fewer_key_heads
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
@@ -111,9 +111,7 @@ class SDPABackend(MergedBackend):
             return _forward_chunks(branch, tiles)
         return _forward_masked(branch)
 
-    def backward_branch(
-        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
         size = max(branch.q.shape[-1], branch.v.shape[-1])
         # the mask makes weights e^{s - lse} of a query without keys 0, for any finite lse
         lse = torch.where(lse == -inf, 0.0, lse)
@@ -123,9 +121,8 @@ class SDPABackend(MergedBackend):
         if (band := _band_of(branch)) is not None:
             rows = slice(band.first, band.last)
             g, o = (_pad(x[:, :, rows], size) for x in (grad, out))
-            tq, tk, tv = backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
-            dk, dv = (pad_rows(x, band.begin, branch.k.shape[2]) for x in (tk, tv))
-            return _finish_gradients(branch, pad_rows(tq, band.first, branch.q.shape[2]), dk, dv)
+            gradients = backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
+            return _finish_gradients(branch, *gradients)._replace(first=band.first, begin=band.begin)
         tiles = _tiles_of(branch)
         if tiles is None and _is_one_tile(branch):
             parts = backward_tile(_make_whole_tile(branch), _pad(grad, size), _pad(out, size), lse)
@@ -144,11 +141,11 @@ class SDPABackend(MergedBackend):
         return _finish_gradients(branch, dq, dk, dv)
 
 
-def _finish_gradients(branch: FoldedBranch, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _finish_gradients(branch: FoldedBranch, *gradients: Tensor) -> BranchGradients:
     """Return gradients of all heads as those of q, k and v: sums over shared heads, in their sizes and dtypes."""
     dq, dk, dv = (x[..., : like.shape[-1]] for x, like in zip(gradients, (branch.q, branch.k, branch.v), strict=True))
     dk, dv = _sum_heads(dk, branch), _sum_heads(dv, branch)
-    return dq.to(branch.q.dtype), dk.to(branch.k.dtype), dv.to(branch.v.dtype)
+    return BranchGradients(dq.to(branch.q.dtype), dk.to(branch.k.dtype), dv.to(branch.v.dtype))
 
 
 def _repeat_heads(x: Tensor, branch: FoldedBranch) -> Tensor:

@@ -85,17 +85,37 @@ def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bo
     return not (learns and torch.is_grad_enabled())
 
 
+def can_rotate_in_kernel(x: Tensor, angles: Angles | None, tau: Tensor | None, interleaved: bool) -> bool:
+    """Return whether `rotate_and_scale` and `rotate_back` launch one kernel for x, or leave it as it is."""
+    if _is_transformed():
+        return False
+    return (angles is None and tau is None) or _has_kernel(x, angles and angles[0], tau, False, interleaved)
+
+
+def rotate_back(grad: Tensor, angles: Angles | None, tau: Tensor | None, total: Tensor | None = None) -> Tensor:
+    """Return the gradient of x for that of `rotate_and_scale(x, angles, tau)`, added to a total if there is one."""
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    cos, sin = (None, None) if angles is None else angles
+    return _launch(grad, cos, sin, tau, normalise=False, inverse=True, total=total)
+
+
 def _is_transformed() -> bool:
     """Return whether forward-mode AD or torch.func is active: a Function raises there, a bare launch would not."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _launch(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, inverse: bool = False
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    tau: Tensor | None,
+    normalise: bool,
+    inverse: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     from isentrope.core.rotation_kernel import launch  # Triton may not be installed
 
-    return launch(x, cos, sin, tau, normalise, inverse)
+    return launch(x, cos, sin, tau, normalise, inverse, total=total)
 
 
 class RotateAndScale(torch.autograd.Function):
@@ -111,9 +131,8 @@ class RotateAndScale(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         cos, sin, tau = ctx.saved_tensors
-        return _launch(grad, cos, sin, tau, normalise=False, inverse=True), None, None, None, None
+        return rotate_back(grad, None if cos is None else (cos, sin), tau), None, None, None, None
 
 
 def _rotate_and_scale(

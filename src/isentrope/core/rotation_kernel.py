@@ -22,13 +22,15 @@ def launch(
     normalise: bool,
     inverse: bool,
     rounded: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Return x (batch, heads, length, d) normalised, rotated and multiplied by tau.
 
-    `inverse`: rotated backwards; `rounded`: with products in the dtype of x, as torch computes them one by one.
+    `inverse`: rotated backwards; `rounded`: with products in the dtype of x, as torch computes them one by one;
+    `total`: what the result is added to, in place.
     """
     batch, heads, length, size = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
     rows = max(1, BLOCK_ENTRIES // triton.next_power_of_2(size))
     unused = y
     with device_context(x):
@@ -38,7 +40,8 @@ def launch(
             heads, length,
             HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS_PER_PROGRAM,
             ROTATE=cos is not None, TAU=tau is not None, NORMALISE=normalise, INVERSE=inverse,
-            ROUNDED=rounded, enable_fp_fusion=not rounded,  # a fused product would not be rounded
+            ROUNDED=rounded, ADD=total is not None,
+            enable_fp_fusion=not rounded,  # a fused product would not be rounded
         )  # fmt: skip
     return y
 
@@ -75,6 +78,7 @@ def _rotate_and_scale(
     heads, length,
     HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ROTATE: tl.constexpr,
     TAU: tl.constexpr, NORMALISE: tl.constexpr, INVERSE: tl.constexpr, ROUNDED: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(2).to(tl.int64)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -107,5 +111,8 @@ def _rotate_and_scale(
             factor = tl.load(tau + batch * tau_batch + head64 * tau_head + row * tau_row, mask=row_valid, other=0.0)
             a, b = a * factor.to(tl.float32)[:, None], b * factor.to(tl.float32)[:, None]
         target = y + batch * y_batch + head64 * y_head + row[:, None] * y_row + lane[None, :]
+        if ADD:
+            a += tl.load(target, mask=valid, other=0.0).to(tl.float32)
+            b += tl.load(target + HALF, mask=valid, other=0.0).to(tl.float32)
         tl.store(target, a.to(y.dtype.element_ty), mask=valid)
         tl.store(target + HALF, b.to(y.dtype.element_ty), mask=valid)

@@ -174,7 +174,7 @@ def _differentiate(
     with torch.no_grad():
         for branch in branches:
             shifted = lse if branch.offset is None else lse - branch.offset.to(lse.dtype)
-            dq, dk, dv = backend.backward_branch(branch, grad, out, shifted)
+            dq, dk, dv = backend.backward_branch(branch, grad, out, shifted).pad(branch)
             pairs = [(branch.q, dq), (branch.k, dk), (branch.v, dv)]
             if branch.offset is not None and branch.offset.requires_grad:
                 partial = backend.forward_branch(branch)

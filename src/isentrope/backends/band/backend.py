@@ -29,7 +29,7 @@ from isentrope.backends.band.intervals import (
     has_faster_kernels,
 )
 from isentrope.backends.band.slopes import find_window, forward_slopes
-from isentrope.backends.merge import MergedBackend, PartialOutput, TileOutput, add_offset
+from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
@@ -165,11 +165,9 @@ class BandBackend(SDPABackend):
         far = add_offset(self.forward_branch(far_branch), far_branch.offset)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
-    def backward_branch(
-        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
         if is_on(BAND_BACKWARD) and _takes_backward(branch):
-            return backward_intervals(branch, grad, out, lse)
+            return BranchGradients(*backward_intervals(branch, grad, out, lse))
         return super().backward_branch(branch, grad, out, lse)
 
 

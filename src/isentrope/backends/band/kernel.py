@@ -82,7 +82,8 @@ def launch(
     batch, heads, queries, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
     rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
-    out = torch.empty(batch, heads, queries, value_size, dtype=q.dtype, device=q.device)
+    # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
+    out = torch.empty(batch, queries, heads, value_size, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     if batch == 0:
         return out, lse
@@ -409,5 +410,5 @@ def _band(
     if ENTROPY:
         tl.store(entropy + index, (tl.log2(row_sum) - gap / row_sum) * LN2, mask=row_valid)
     acc = acc / row_sum[:, None]
-    out_pointer = out + index[:, None] * VALUE_SIZE + value_lane[None, :]
+    out_pointer = out + ((batch * queries + row) * heads + head64)[:, None] * VALUE_SIZE + value_lane[None, :]
     tl.store(out_pointer, acc.to(out.dtype.element_ty), mask=row_valid[:, None])

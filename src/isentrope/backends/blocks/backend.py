@@ -13,7 +13,7 @@ from torch import Tensor
 from isentrope.backends.band.backend import BandBackend
 from isentrope.backends.blocks.gathered import backward_gathered, forward_gathered
 from isentrope.backends.blocks.one_query import get_plan
-from isentrope.backends.merge import MergedBackend, PartialOutput, add_offset, merge
+from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, add_offset, merge
 from isentrope.backends.protocol import TRITON_HEAD_DIMS
 from isentrope.backends.sdpa import SDPABackend
 from isentrope.core.call import AttentionCall, FoldedBranch
@@ -72,12 +72,10 @@ class BlocksBackend(BandBackend):
             return launch(branch)
         return forward_gathered(branch)
 
-    def backward_branch(
-        self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
         if branch.chosen is None:
             return super().backward_branch(branch, grad, out, lse)
-        return backward_gathered(branch, grad, out, lse)
+        return BranchGradients(*backward_gathered(branch, grad, out, lse))
 
 
 def _take_near(call: AttentionCall) -> AttentionCall | None:
