@@ -176,6 +176,7 @@ def test_gradients_of_far_keys_are_added_in_place_interpreted(launches, monkeypa
 @interprets
 def test_outputs_are_stored_as_models_read_them_interpreted():
     q, k, v = Setting(40, 40, heads=2, kv_heads=2, d=32, dv=32).tensors(torch.float32)
-    with torch.no_grad():
-        out = attention(q, k, v, "rope+window:size=8", causal=True, backend="band")
-    assert out.transpose(1, 2).is_contiguous()
+    for learns in (False, True):
+        out = attention(q.requires_grad_(learns), k, v, "rerope:window=8", causal=True, backend="band")
+        assert out.transpose(1, 2).is_contiguous() and out.requires_grad == learns
+        out += 1  # no view, which autograd would refuse to change

@@ -83,7 +83,8 @@ def launch(
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
     rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
     # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
-    out = torch.empty(batch, queries, heads, value_size, dtype=q.dtype, device=q.device).transpose(1, 2)
+    strides = queries * heads * value_size, value_size, heads * value_size, 1
+    out = torch.empty_strided((batch, heads, queries, value_size), strides, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     if batch == 0:
         return out, lse
