@@ -211,24 +211,36 @@ def test_a_part_of_a_row_interpreted(every_switch):
         assert error(out, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
 
 
-@interprets
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf - inf
-@pytest.mark.parametrize("rows", ["lengths", pytest.param("left", marks=pytest.mark.slow)])
-def test_padding_is_never_read_interpreted(rows, every_switch):
-    """Nor copied: the kernel reads padded values as zeros, and padded keys where scores are masked."""
-    setting = make_setting(rows)
-    q, k, v = setting.tensors(torch.float32)
-    options = {"causal": True, "backend": "band", "return_lse": True, "return_entropy": True} | setting.arguments()
-    padded = build(TEXTS[1], setting, True).layout.padding()[1][:, None, :, None]
+def check_padding(setting, dtype, device):
+    """Compare with clean padding: the kernel reads padded values as zeros, and padded keys where scores are masked."""
+    q, k, v = setting.tensors(dtype, device)
+    options = {"causal": True, "backend": "band", "return_lse": True, "return_entropy": True}
+    options |= setting.arguments(device)
+    padded = build(TEXTS[1], setting, True).layout.padding()[1][:, None, :, None].to(device)
     assert padded.any()
     with torch.no_grad():
         expected, exact = attention(q.masked_fill(padded, 0), k, v, TEXTS[1], **options)
-        for bad in (torch.nan, -torch.inf, 1e30):  # the product of two of the last is infinite
+        for bad in (torch.nan, -torch.inf, 1e30):
             spoiled = [x.masked_fill(padded, bad) for x in (k, v)]
             q = q.masked_fill(padded, torch.nan)  # zeros where they are not finite
             out, aux = attention(q, *spoiled, TEXTS[1], **options)
             for ours, clean in ((out, expected), (aux.lse, exact.lse), (aux.entropy, exact.entropy)):
                 assert torch.equal(ours, clean), bad
+
+
+@interprets
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf - inf
+@pytest.mark.parametrize("rows", ["lengths", pytest.param("left", marks=pytest.mark.slow)])
+def test_padding_is_never_read_interpreted(rows, every_switch):
+    check_padding(make_setting(rows), torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("rows", ["lengths", "left"])
+def test_padding_is_never_read(rows, every_switch):
+    for d in (32, 64, 128, 256):
+        check_padding(make_setting(rows, d, d, scale=7), torch.bfloat16, "cuda")
 
 
 @interprets
