@@ -59,7 +59,7 @@ def compile_rotation(dtype, rounded, **options):
     from isentrope.core.rotation_kernel import _rotate_and_scale as kernel
 
     sizes = {"HALF": 32, "LANES": 32, "ROWS": 64, "HEADS": 8}
-    flags = {"ROTATE": True, "TAU": False, "NORMALISE": False, "INVERSE": False, "ROUNDED": rounded}
+    flags = {"ROTATE": True, "TAU": False, "NORMALISE": False, "INVERSE": False, "ROUNDED": rounded, "ADD": False}
     tensors = dict.fromkeys(("x", "y", "cos", "sin", "tau"), f"*{dtype}")
     signature = {name: tensors.get(name, "i32") for name in kernel.arg_names}
     signature |= dict.fromkeys(sizes | flags, "constexpr")
