@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.backends.blocks.one_query import OneQueryPlan
-from isentrope.backends.decode.kernel import TARGET_PROGRAMS, _compute_scores, _load_queries
+from isentrope.backends.decode.kernel import _compute_scores, _load_angles, _load_queries
 from isentrope.core.compile import device_context
 
 MAX_TILE_KEYS = 64
 MAX_TILE_BYTES = 32 << 10  # consumer GPUs have little shared memory
+TARGET_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
 SPLIT_KEYS = 128  # that a program attends to, where so many programs fit
 SEARCH_STEPS = tl.constexpr(31)  # bits of a float that is not negative
 
@@ -139,8 +140,8 @@ def _score_and_choose(
             offset = key.to(tl.int64)[:, None] * k_key + lane[None, :]
             a = tl.load(keys + offset, mask=inside[:, None], other=0.0)
             b = tl.load(keys + offset + HALF, mask=inside[:, None], other=0.0)
-            scores = _compute_scores(qa, qb, a, b, cos_k, sin_k, key, inside, lane, angle_row, ROTATE_K, NORMALISE,
-                                     IEEE)  # fmt: skip
+            c, s = _load_angles(cos_k, sin_k, key, inside, lane, angle_row, ROTATE_K)
+            scores = _compute_scores(qa, qb, a, b, c, s, ROTATE_K, NORMALISE, IEEE)
             top = tl.maximum(top, tl.max(tl.where(inside[None, :], scores, float("-inf")), 1))
         tl.store(best_row + block, top, mask=row < GROUPS)
 
@@ -222,13 +223,13 @@ def _attend_chosen(
         v_block = tl.load(v_pointer, mask=valid[:, None], other=0.0)
         scores = tl.full((ROWS, TILE), float("-inf"), tl.float32)
         if start < near_start:
-            far_scores = _compute_scores(qa1, qb1, a, b, cos_k1, sin_k1, key, valid, lane, angle1_row, ROTATE_FAR_K,
-                                         NORMALISE, IEEE)  # fmt: skip
+            c, s = _load_angles(cos_k1, sin_k1, key, valid, lane, angle1_row, ROTATE_FAR_K)
+            far_scores = _compute_scores(qa1, qb1, a, b, c, s, ROTATE_FAR_K, NORMALISE, IEEE)
             is_far = valid & (place < near_start)
             scores = tl.where(is_far[None, :], far_scores * scale + shift1[:, None], scores)
         if start + TILE > near_start:
-            near_scores = _compute_scores(qa0, qb0, a, b, cos_k0, sin_k0, key, valid, lane, angle0_row, ROTATE_NEAR_K,
-                                          NORMALISE, IEEE)  # fmt: skip
+            c, s = _load_angles(cos_k0, sin_k0, key, valid, lane, angle0_row, ROTATE_NEAR_K)
+            near_scores = _compute_scores(qa0, qb0, a, b, c, s, ROTATE_NEAR_K, NORMALISE, IEEE)
             is_near = valid & (place >= near_start)
             scores = tl.where(is_near[None, :], near_scores * scale + shift0[:, None], scores)
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: every tile has a key that is seen

@@ -3,18 +3,53 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from math import log
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from isentrope.core.caching import MAX_DEVICES, bounded_cache
 from isentrope.core.compile import device_context
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
-MAX_BLOCK_KEYS = 64
-MAX_BLOCK_BYTES = 32 << 10  # consumer GPUs have little shared memory
-MIN_ROWS = 16  # what tensor cores take: query heads per key head are padded to it
-TARGET_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
+
+class Blocks(NamedTuple):
+    """What a program reads at a time, for one head size.
+
+    vectors: keys of a block, counted in all its heads; half as many in fp32.
+    stages: of the pipeline, one more than the blocks in shared memory; two in fp32.
+    warps: of a program.
+    programs: that share a multiprocessor.
+    """
+
+    vectors: int
+    stages: int
+    warps: int
+    programs: int
+
+
+# By head size d. A block has vectors · 4d bytes of k and v in 16 bits, and keys · 4d of angles where it rotates. With
+# two of 32 + 8 KB per program and two programs, 80 KB are on their way to a multiprocessor while the others are read:
+# its share of 4.8 TB/s times a latency of 1 µs is 36 KB. `benchmarks/decode_blocks.py` times other shapes.
+SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 3, 4, 2), 256: Blocks(64, 3, 4, 1)}
+CONSUMER_BLOCKS = {
+    32: Blocks(128, 3, 4, 2), 64: Blocks(64, 3, 4, 2), 128: Blocks(32, 3, 4, 2), 256: Blocks(16, 3, 2, 1),
+}  # fmt: skip
+MIN_SHARED_MEMORY_BYTES = 200 << 10  # of a program, for SERVER_BLOCKS: Hopper and later have it
+MIN_ROWS = 16  # what tensor cores take: query heads per program are padded to it
+MIN_KEYS = 16  # of a block, likewise
+MIN_KEYS_PER_WARP = 8  # of a block, or warps repeat one another's work
+MAX_HEADS = 4  # key heads of a program, which share the angles that it reads
+MIN_SPLIT_KEYS = 256  # that are worth a program of their own
+MAX_WAVES = 8  # of programs, one after another on a multiprocessor
+SPLIT_TOLERANCE = 1.05  # of the shortest time, for fewer splits
+MAX_SPLIT_COUNTS = 1024  # kept
+MAX_MERGED_SPLITS = 64  # held in registers at a time
+MULTIPROCESSORS = 132  # of a GPU that is not there, in the interpreter
+LN2 = tl.constexpr(log(2))
 
 
 def launch(
@@ -35,7 +70,7 @@ def launch(
         q: (batch, heads, 1, d).
         k: (batch, kv_heads, keys, d).
         v: (batch, kv_heads, keys, dv).
-        bounds: visible keys, two intervals [low, high) per branch: (batch or 1, branches, 4).
+        bounds: visible keys, two intervals [low, high) per branch, all disjoint: (batch or 1, branches, 4).
         angles: cos and sin of each entry of `rotated` that is true.
         rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated.
         taus: temperatures of each branch, (batch or 1, heads or 1, 1).
@@ -49,8 +84,13 @@ def launch(
     batch, heads, _, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
     groups = heads // kv_heads
-    splits = max(1, min(TARGET_PROGRAMS // max(1, batch * kv_heads), triton.cdiv(keys, 4 * MAX_BLOCK_KEYS)))
-    splits = 1 << (splits.bit_length() - 1)
+    multiprocessors, blocks = find_device_blocks(q.device)
+    vectors, stages, warps, resident = blocks[max(size, value_size)]
+    if q.element_size() > 2:
+        vectors, stages = max(MIN_KEYS, vectors // 2), 2
+    together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
+    rows = batch * kv_heads // together
+    splits = count_splits(rows, triton.cdiv(keys, MIN_SPLIT_KEYS), multiprocessors * resident)
     partial_out = q.new_empty(batch, heads, splits, value_size, dtype=torch.float32)
     partial_lse = q.new_empty(batch, heads, splits, dtype=torch.float32)
     rotated = rotated + [False] * (4 - len(rotated))
@@ -65,21 +105,57 @@ def launch(
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
     with device_context(q):
-        _attend_split[(batch * kv_heads, splits)](
+        _attend_split[(rows, splits)](
             q, k, v, partial_out, partial_lse, bounds,
             *(partial_lse if x is None else x for x in factors), *tables,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
             0 if bounds.shape[0] == 1 else bounds.stride(0),
             *(stride for x in factors for stride in broadcast_strides(x, 0, 1)),
-            *angle_strides, scale, kv_heads, splits,
-            GROUPS=groups, ROWS=max(MIN_ROWS, triton.next_power_of_2(groups)), SIZE=size, HALF=size // 2,
-            VALUE_SIZE=value_size, BLOCK=min(MAX_BLOCK_KEYS, MAX_BLOCK_BYTES // (size * q.element_size())),
+            *angle_strides, scale, kv_heads // together, splits,
+            GROUPS=groups, HEADS=together, ROWS=max(MIN_ROWS, triton.next_power_of_2(groups * together)),
+            HALF=size // 2, VALUE_SIZE=value_size, BLOCK=1 << (vectors // together).bit_length() - 1,
             BRANCHES=bounds.shape[1], TAU0=tau0 is not None, TAU1=tau1 is not None, OFFSET0=offset0 is not None,
             OFFSET1=offset1 is not None, NORMALISE=normalise, IEEE=q.dtype == torch.float32,
             ROTATE_Q0=rotated[0], ROTATE_K0=rotated[1], ROTATE_Q1=rotated[2], ROTATE_K1=rotated[3],
+            num_stages=stages, num_warps=warps,
         )  # fmt: skip
-        _merge_splits[(batch * heads,)](partial_out, partial_lse, out, lse, VALUE_SIZE=value_size, SPLITS=splits)
+        padded = triton.next_power_of_2(splits)
+        _merge_splits[(batch * heads,)](
+            partial_out, partial_lse, out, lse, splits,
+            VALUE_SIZE=value_size, SPLITS=padded, CHUNK=min(padded, MAX_MERGED_SPLITS),
+        )  # fmt: skip
     return out, lse
+
+
+@bounded_cache(MAX_DEVICES)
+def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
+    """Return how many multiprocessors a device has, and blocks that fit their shared memory."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS, SERVER_BLOCKS
+    properties = torch.cuda.get_device_properties(device)
+    large = properties.shared_memory_per_block_optin > MIN_SHARED_MEMORY_BYTES
+    return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
+
+
+def share_heads(kv_heads: int, groups: int, most: int) -> int:
+    """Return how many key heads a program takes, at most `most`, so that their query heads fit the padded rows."""
+    most = max(1, min(most, MAX_HEADS, MIN_ROWS // groups))
+    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+
+
+@bounded_cache(MAX_SPLIT_COUNTS)
+def count_splits(rows: int, most: int, resident: int) -> int:
+    """Return into how many parts, at most, to divide the keys of each row: few that leave no multiprocessor idle.
+
+    Args:
+        rows: programs without splits.
+        most: parts that are worth a program.
+        resident: programs that run at a time.
+    """
+    rows = max(1, rows)
+    counts = range(1, max(1, min(most, MAX_WAVES * resident // rows)) + 1)
+    times = [triton.cdiv(rows * count, resident) / count for count in counts]  # the last wave may not be full
+    return next(count for count, time in zip(counts, times, strict=True) if time <= SPLIT_TOLERANCE * min(times))
 
 
 def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
@@ -88,9 +164,9 @@ def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
 
 
 @triton.jit
-def _load_heads(x, batch, head, x_batch, x_head, row, GROUPS: tl.constexpr):
-    """Load a value for each query head of one key head, (batch or 1, heads or 1, 1)."""
-    return tl.load(x + batch * x_batch + head * x_head, mask=row < GROUPS, other=0.0).to(tl.float32)
+def _load_heads(x, batch, head, x_batch, x_head, valid):
+    """Load a value for each query head of a program, (batch or 1, heads or 1, 1)."""
+    return tl.load(x + batch * x_batch + head * x_head, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -99,10 +175,10 @@ def _rotate(a, b, cos, sin):
 
 
 @triton.jit
-def _load_queries(q, row, factor, cos, sin, lane, GROUPS: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr,
+def _load_queries(q, row, factor, cos, sin, lane, COUNT: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr,
                   NORMALISE: tl.constexpr):  # fmt: skip
-    """Load the query heads of one key head in halves, normalise, rotate and multiply them by `factor`."""
-    valid = row[:, None] < GROUPS
+    """Load `COUNT` query heads in halves, normalise, rotate and multiply them by `factor`."""
+    valid = row[:, None] < COUNT
     a = tl.load(q, mask=valid, other=0.0).to(tl.float32)
     b = tl.load(q + HALF, mask=valid, other=0.0).to(tl.float32)
     if NORMALISE:
@@ -113,16 +189,23 @@ def _load_queries(q, row, factor, cos, sin, lane, GROUPS: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _compute_scores(qa, qb, a, b, cos, sin, key, key_valid, lane, angle_row, ROTATE: tl.constexpr,
-                    NORMALISE: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
+def _load_angles(cos, sin, key, key_valid, lane, angle_row, ROTATE: tl.constexpr):
+    """Load cos and sin of a block of keys, or nothing that is read where keys are not rotated."""
+    c, s = 1.0, 0.0
+    if ROTATE:
+        offset = key.to(tl.int64)[:, None] * angle_row + lane[None, :]
+        c = tl.load(cos + offset, mask=key_valid[:, None], other=0.0)
+        s = tl.load(sin + offset, mask=key_valid[:, None], other=0.0)
+    return c, s
+
+
+@triton.jit
+def _compute_scores(qa, qb, a, b, c, s, ROTATE: tl.constexpr, NORMALISE: tl.constexpr, IEEE: tl.constexpr):
     """Multiply queries with a block of keys, normalised and rotated, both given in halves."""
     dtype = a.dtype
     if NORMALISE:
         a, b = normalise_halves(a.to(tl.float32), b.to(tl.float32))
     if ROTATE:
-        offset = key.to(tl.int64)[:, None] * angle_row + lane[None, :]
-        c = tl.load(cos + offset, mask=key_valid[:, None], other=0.0)
-        s = tl.load(sin + offset, mask=key_valid[:, None], other=0.0)
         a, b = _rotate(a.to(tl.float32), b.to(tl.float32), c, s)
     a, b = a.to(dtype), b.to(dtype)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -131,120 +214,154 @@ def _compute_scores(qa, qb, a, b, cos, sin, key, key_valid, lane, angle_row, ROT
 
 
 @triton.jit
+def _attend_block(
+    row_max, weights, acc, qa, qb, k, v, cos, sin, shift, start, end, low0, size0, low1, row_head, lane, value_lane,
+    k_head, k_key, v_head, v_key, angle_row, scale,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, NORMALISE: tl.constexpr,
+    IEEE: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys [start, start + BLOCK) of a branch, counted without the gap between its two intervals.
+
+    Query heads of all key heads are rows of one matrix, so that there is one softmax for them. Nothing here depends on
+    a condition: loads in an `if` are not pipelined.
+    """
+    place = start + tl.arange(0, BLOCK)
+    valid = place < end
+    key = tl.where(place < size0, low0 + place, low1 + place - size0).to(tl.int64)
+    k_pointer = k + key[:, None] * k_key + lane[None, :]
+    v_pointer = v + key[:, None] * v_key + value_lane[None, :]
+    c, s = _load_angles(cos, sin, key, valid, lane, angle_row, ROTATE)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    scores = tl.full((acc.shape[0], BLOCK), float("-inf"), tl.float32)
+    for head in tl.static_range(HEADS):
+        a = tl.load(k_pointer + head * k_head, mask=valid[:, None], other=0.0)
+        b = tl.load(k_pointer + head * k_head + HALF, mask=valid[:, None], other=0.0)
+        head_scores = _compute_scores(qa, qb, a, b, c, s, ROTATE, NORMALISE, IEEE) * scale + shift[:, None]
+        scores = tl.where((row_head == head)[:, None] & valid[None, :], head_scores, scores)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(scores - anchor[:, None])
+    decay = tl.exp2(row_max - anchor)[:, None]
+    weights, acc = weights * decay + weight, acc * decay
+    for head in tl.static_range(HEADS):
+        v_block = tl.load(v_pointer + head * v_head, mask=valid[:, None], other=0.0)
+        part = tl.dot(weight.to(v_block.dtype), v_block, input_precision=precision)
+        acc += tl.where((row_head == head)[:, None], part, 0.0)
+    return new_max, weights, acc
+
+
+# lengths, numbers of heads and strides of small tables are not specialised: one kernel serves them all
+@triton.jit(do_not_specialize=[
+    "bounds_batch", "tau0_batch", "tau0_head", "tau1_batch", "tau1_head", "offset0_batch", "offset0_head",
+    "offset1_batch", "offset1_head", "q0_row", "q1_row", "head_groups", "splits",
+])  # fmt: skip
 def _attend_split(
     q, k, v, partial_out, partial_lse, bounds, tau0, tau1, offset0, offset1,
     cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
     q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch,
     tau0_batch, tau0_head, tau1_batch, tau1_head, offset0_batch, offset0_head, offset1_batch, offset1_head,
-    q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, kv_heads, splits,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, head_groups, splits,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, VALUE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr,
     OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, NORMALISE: tl.constexpr,
     ROTATE_Q0: tl.constexpr, ROTATE_K0: tl.constexpr, ROTATE_Q1: tl.constexpr, ROTATE_K1: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
-    """Compute output and log-sum-exp of one key head's queries over one split of the visible keys."""
-    batch, head = (tl.program_id(0) // kv_heads).to(tl.int64), tl.program_id(0) % kv_heads
+    """Compute output and log-sum-exp of the queries of `HEADS` key heads over one split of the visible keys."""
+    batch, first_head = (tl.program_id(0) // head_groups).to(tl.int64), tl.program_id(0) % head_groups * HEADS
     split = tl.program_id(1)
     row, lane, value_lane = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, VALUE_SIZE)
+    count: tl.constexpr = GROUPS * HEADS
+    row_valid, row_head = row < count, row // GROUPS
 
-    # visible keys: two intervals per branch, empty where low = high
+    # visible keys: two intervals per branch, empty where low = high; a split counts them all, branch after branch
     bounds += batch * bounds_batch
-    low0, high0 = tl.load(bounds), tl.load(bounds + 1)
-    low1, high1 = tl.load(bounds + 2), tl.load(bounds + 3)
-    first = tl.minimum(tl.where(low0 < high0, low0, 2147483647), tl.where(low1 < high1, low1, 2147483647))
-    last = tl.maximum(tl.where(low0 < high0, high0, 0), tl.where(low1 < high1, high1, 0))
-    low2, high2, low3, high3 = first * 0, first * 0, first * 0, first * 0
+    low0, low1 = tl.load(bounds), tl.load(bounds + 2)
+    size0, size1 = tl.load(bounds + 1) - low0, tl.load(bounds + 3) - low1
+    first_size = size0 + size1
+    total = first_size
     if BRANCHES == 2:
-        low2, high2 = tl.load(bounds + 4), tl.load(bounds + 5)
-        low3, high3 = tl.load(bounds + 6), tl.load(bounds + 7)
-        first = tl.minimum(first, tl.where(low2 < high2, low2, 2147483647))
-        first = tl.minimum(first, tl.where(low3 < high3, low3, 2147483647))
-        last = tl.maximum(last, tl.where(low2 < high2, high2, 0))
-        last = tl.maximum(last, tl.where(low3 < high3, high3, 0))
-    split_size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK) * BLOCK
-    begin = first + split * split_size
-    end = tl.minimum(begin + split_size, last)
+        low2, low3 = tl.load(bounds + 4), tl.load(bounds + 6)
+        size2, size3 = tl.load(bounds + 5) - low2, tl.load(bounds + 7) - low3
+        total += size2 + size3
+    split_size = tl.cdiv(tl.cdiv(total, splits), BLOCK) * BLOCK
+    begin = tl.minimum(split * split_size, total)
+    end = tl.minimum(begin + split_size, total)
 
-    q_head_index = head * GROUPS + row
-    factor0, factor1 = tl.full((ROWS,), 1.0, tl.float32), tl.full((ROWS,), 1.0, tl.float32)
-    shift0, shift1 = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    if TAU0:
-        factor0 = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row, GROUPS)
-    if TAU1:
-        factor1 = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row, GROUPS)
-    if OFFSET0:
-        shift0 = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row, GROUPS)
-    if OFFSET1:
-        shift1 = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row, GROUPS)
+    q_head_index = first_head * GROUPS + row
     q_pointer = q + batch * q_batch + q_head_index[:, None].to(tl.int64) * q_head + lane[None, :]
+    k += batch * k_batch + first_head.to(tl.int64) * k_head
+    v += batch * v_batch + first_head.to(tl.int64) * v_head
+    k_head, v_head = tl.cast(k_head, tl.int64), tl.cast(v_head, tl.int64)
+    scale = scale / LN2
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    weights = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over blocks, and over keys at the end
+    acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
+
+    factor, shift = tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
+    if TAU0:
+        factor = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row_valid)
+    if OFFSET0:
+        shift = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row_valid) / LN2
     cos_q0, sin_q0, cos_k0, sin_k0 = (
         cos_q0 + batch * q0_batch, sin_q0 + batch * q0_batch, cos_k0 + batch * k0_batch, sin_k0 + batch * k0_batch,
     )  # fmt: skip
-    qa0, qb0 = _load_queries(q_pointer, row, factor0, cos_q0, sin_q0, lane, GROUPS, HALF, ROTATE_Q0, NORMALISE)
-    qa1, qb1 = qa0, qb0
+    qa, qb = _load_queries(q_pointer, row, factor, cos_q0, sin_q0, lane, count, HALF, ROTATE_Q0, NORMALISE)
+    stop = tl.minimum(end, first_size)
+    for start in range(begin, stop, BLOCK):
+        row_max, weights, acc = _attend_block(
+            row_max, weights, acc, qa, qb, k, v, cos_k0, sin_k0, shift, start, stop, low0, size0, low1, row_head, lane,
+            value_lane, k_head, k_key, v_head, v_key, k0_row, scale, HEADS, HALF, BLOCK, ROTATE_K0, NORMALISE, IEEE,
+        )  # fmt: skip
     if BRANCHES == 2:
+        factor, shift = tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
+        if TAU1:
+            factor = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row_valid)
+        if OFFSET1:
+            shift = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row_valid) / LN2
         cos_q1, sin_q1, cos_k1, sin_k1 = (
             cos_q1 + batch * q1_batch, sin_q1 + batch * q1_batch, cos_k1 + batch * k1_batch, sin_k1 + batch * k1_batch,
         )  # fmt: skip
-        qa1, qb1 = _load_queries(q_pointer, row, factor1, cos_q1, sin_q1, lane, GROUPS, HALF, ROTATE_Q1, NORMALISE)
+        qa, qb = _load_queries(q_pointer, row, factor, cos_q1, sin_q1, lane, count, HALF, ROTATE_Q1, NORMALISE)
+        stop = end - first_size
+        for start in range(tl.maximum(begin - first_size, 0), stop, BLOCK):
+            row_max, weights, acc = _attend_block(
+                row_max, weights, acc, qa, qb, k, v, cos_k1, sin_k1, shift, start, stop, low2, size2, low3, row_head,
+                lane, value_lane, k_head, k_key, v_head, v_key, k1_row, scale, HEADS, HALF, BLOCK, ROTATE_K1, NORMALISE,
+                IEEE,
+            )  # fmt: skip
 
-    k += batch * k_batch + head.to(tl.int64) * k_head
-    v += batch * v_batch + head.to(tl.int64) * v_head
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
-    for start in range(begin, end, BLOCK):
-        key = start + tl.arange(0, BLOCK)
-        stop = tl.minimum(start + BLOCK, end)
-        key_valid = key < end
-        sees_first = (low0 < stop) & (high0 > start) | (low1 < stop) & (high1 > start)
-        sees_second = (low2 < stop) & (high2 > start) | (low3 < stop) & (high3 > start)
-        if sees_first | sees_second:
-            offset = key.to(tl.int64)[:, None] * k_key + lane[None, :]
-            a = tl.load(k + offset, mask=key_valid[:, None], other=0.0)
-            b = tl.load(k + offset + HALF, mask=key_valid[:, None], other=0.0)
-            scores = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
-            if sees_first:
-                branch_scores = _compute_scores(qa0, qb0, a, b, cos_k0, sin_k0, key, key_valid, lane, k0_row, ROTATE_K0,
-                                                NORMALISE, IEEE)  # fmt: skip
-                visible = key_valid & ((key >= low0) & (key < high0) | (key >= low1) & (key < high1))
-                scores = tl.where(visible[None, :], branch_scores * scale + shift0[:, None], scores)
-            if sees_second:
-                branch_scores = _compute_scores(qa1, qb1, a, b, cos_k1, sin_k1, key, key_valid, lane, k1_row, ROTATE_K1,
-                                                NORMALISE, IEEE)  # fmt: skip
-                visible = key_valid & ((key >= low2) & (key < high2) | (key >= low3) & (key < high3))
-                scores = tl.where(visible[None, :], branch_scores * scale + shift1[:, None], scores)
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weight = tl.exp(scores - anchor[:, None])
-            decay = tl.exp(row_max - anchor)
-            v_pointer = v + key.to(tl.int64)[:, None] * v_key + value_lane[None, :]
-            v_block = tl.load(v_pointer, mask=key_valid[:, None], other=0.0)
-            precision: tl.constexpr = "ieee" if IEEE else "tf32"
-            acc = acc * decay[:, None] + tl.dot(weight.to(v_block.dtype), v_block, input_precision=precision)
-            row_sum = row_sum * decay + tl.sum(weight, 1)
-            row_max = new_max
-
+    row_sum = tl.sum(weights, 1)
     denominator = tl.where(row_sum > 0, row_sum, 1.0)
-    valid = row < GROUPS
-    index = (batch * kv_heads * GROUPS + q_head_index) * splits + split
-    tl.store(partial_lse + index, tl.where(row_sum > 0, row_max + tl.log(denominator), float("-inf")), mask=valid)
+    index = (batch * head_groups * count + q_head_index) * splits + split
+    lse = tl.where(row_sum > 0, (row_max + tl.log2(denominator)) * LN2, float("-inf"))
+    tl.store(partial_lse + index, lse, mask=row_valid)
     out_pointer = partial_out + index[:, None] * VALUE_SIZE + value_lane[None, :]
-    tl.store(out_pointer, acc / denominator[:, None], mask=valid[:, None])
+    tl.store(out_pointer, acc / denominator[:, None], mask=row_valid[:, None])
 
 
-@triton.jit
-def _merge_splits(partial_out, partial_lse, out, lse, VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """Merge the splits of one head."""
-    head, split, value_lane = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, VALUE_SIZE)
-    split_lse = tl.load(partial_lse + head * SPLITS + split)
+@triton.jit(do_not_specialize=["splits"])
+def _merge_splits(
+    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Merge the splits of one head, a chunk at a time; `SPLITS` is their number rounded up."""
+    head, value_lane = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_SIZE)
+    partial_lse += head * splits
+    partial_out += head * splits * VALUE_SIZE
+    split = tl.arange(0, SPLITS)
+    split_lse = tl.load(partial_lse + split, mask=split < splits, other=float("-inf"))
     row_max = tl.max(split_lse, 0)
     anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
-    weight = tl.exp(split_lse - anchor)
-    row_sum = tl.sum(weight, 0)
-    outputs = tl.load(partial_out + (head * SPLITS + split)[:, None] * VALUE_SIZE + value_lane[None, :])
+    row_sum = tl.sum(tl.exp(split_lse - anchor), 0)
     denominator = tl.where(row_sum > 0, row_sum, 1.0)
-    acc = tl.sum(outputs * weight[:, None], 0) / denominator
-    tl.store(out + head * VALUE_SIZE + value_lane, acc.to(out.dtype.element_ty))
+    acc = tl.zeros((VALUE_SIZE,), tl.float32)
+    for start in range(0, splits, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        valid = part < splits
+        weight = tl.exp(tl.load(partial_lse + part, mask=valid, other=float("-inf")) - anchor)
+        outputs = tl.load(
+            partial_out + part[:, None] * VALUE_SIZE + value_lane[None, :], mask=valid[:, None], other=0.0
+        )
+        acc += tl.sum(outputs * weight[:, None], 0)
+    tl.store(out + head * VALUE_SIZE + value_lane, (acc / denominator).to(out.dtype.element_ty))
     tl.store(lse + head, tl.where(row_sum > 0, anchor + tl.log(denominator), float("-inf")))

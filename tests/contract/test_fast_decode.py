@@ -1,0 +1,56 @@
+"""The kernel for one query a row: key heads that a program takes together, and splits of the keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isentrope.core import compile as compiled
+from isentrope.functional import attention
+from tests.contract.matrix import Setting
+from tests.contract.test_fast import error, interprets
+
+
+@interprets
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (5, 5), (16, 1), (40, 2)])
+def test_interpreted_decoding_keeps_key_heads_of_a_program_apart(heads, kv_heads):
+    q, k, v = Setting(1, 150, heads=heads, kv_heads=kv_heads, d=32, dv=32).tensors(torch.float16)
+    groups, text = heads // kv_heads, "rerope:window=24+infoscale:train_length=16"
+    truth = attention(q.double(), k.double(), v.double(), text, causal=True, backend="reference")
+    actual = attention(q, k, v, text, causal=True, backend="decode")
+    assert error(actual, truth) < 5e-3
+    for spoiled in (0, 1):
+        inputs = [q, k.clone(), v.clone()]
+        inputs[1 + spoiled][:, 0, 70] = torch.nan
+        out = attention(*inputs, text, causal=True, backend="decode")
+        assert out[:, :groups].isnan().any() and torch.equal(out[:, groups:], actual[:, groups:])
+
+
+@interprets
+@pytest.mark.parametrize("text", ["rope", "rerope:window=24", "rope+sink:sinks=3,size=20"])
+def test_interpreted_decoding_merges_more_splits_than_there_are_keys_for(text, monkeypatch):
+    from isentrope.backends.decode import kernel
+
+    monkeypatch.setattr(kernel, "count_splits", lambda *given: 67)
+    q, k, v = Setting(1, 700, batch=1, heads=2, kv_heads=1, d=32, dv=32).tensors(torch.float32)
+    actual, aux = attention(q, k, v, text, causal=True, backend="decode", return_lse=True)
+    options = {"causal": True, "backend": "reference", "return_lse": True}
+    truth, exact = attention(q.double(), k.double(), v.double(), text, **options)
+    assert error(actual, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
+
+
+@pytest.mark.skipif(not compiled.HAS_TRITON, reason="needs Triton")
+def test_splits_of_decoding_fill_the_multiprocessors():
+    from isentrope.backends.decode.kernel import count_splits, share_heads
+
+    assert [share_heads(*sizes) for sizes in ((3, 3, 4), (8, 4, 2), (8, 4, 4), (5, 1, 4), (1, 40, 4))] == [
+        3,
+        2,
+        4,
+        1,
+        1,
+    ]
+    assert count_splits(8, 128, 264) == 32 and count_splits(24, 128, 264) == 11  # 256 and 264 programs of 264
+    assert count_splits(264, 128, 264) == 1 and count_splits(0, 0, 264) == 1
+    assert count_splits(1, 3, 264) == 3  # few keys
+    assert count_splits(300, 128, 264) == 5  # 1500 programs are 6 waves, the last one two thirds full; 300 would be 2
