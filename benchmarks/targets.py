@@ -246,10 +246,10 @@ def _list_decoding(size: Sizes) -> Iterator[Job]:
         shape = Shape(batch, heads, key_heads, 1, size.middle, d)
         for method in (folded(size)["InfoScale"], branched(size.windows[-1])[0]):
             name = f"{method.name}, {batch} × {heads}/{key_heads} heads of {d}"
-            yield Job("decode", name, size.middle, partial(_decode, size, shape, method.recipe))
+            yield Job("decode", name, size.middle, partial(measure_decoding, size, shape, method.recipe))
 
 
-def _decode(size: Sizes, shape: Shape, recipe: str) -> Row:
+def measure_decoding(size: Sizes, shape: Shape, recipe: str) -> Row:
     """Calls one after another in a CUDA graph; the target is a share of the time that reading k and v takes."""
     case = Case("", "", recipe, shape, shape.batch * shape.keys, None, partial(rope_sdpa, size))
     tensors = make_tensors(size, case)
