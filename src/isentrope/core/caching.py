@@ -48,6 +48,8 @@ MAX_COMPILED_FUNCTIONS = 256
 # Constants on a GPU, not for speed: while a CUDA graph is captured nothing can be copied from the host. Enough for
 # the tables of every layer of a model.
 MAX_CONSTANTS = 1024
+# Launches by all that their compiled kernels depend on; the kernels themselves are kept by Triton.
+MAX_LAUNCHES = 1024
 # Compute capabilities: call 0.24 → 0.25 ms.
 MAX_DEVICES = 64
 

@@ -18,6 +18,7 @@ MAX_EAGER_ENTRIES = 1 << 12  # tensors as small as those of one token gain nothi
 HAS_TRITON = find_spec("triton") is not None
 # TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly, for debugging
 TRITON_INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
+_NO_CONTEXT = nullcontext()
 
 
 def can_run_triton(x: Tensor) -> bool:
@@ -27,7 +28,9 @@ def can_run_triton(x: Tensor) -> bool:
 
 def device_context(x: Tensor) -> AbstractContextManager[None]:
     """Return a context that makes x's device the current one, where Triton launches its kernels."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _NO_CONTEXT
+    return torch.cuda.device(x.device)
 
 
 def values_are_readable(x: Tensor) -> bool:

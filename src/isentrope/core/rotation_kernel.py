@@ -3,12 +3,11 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.core.compile import device_context
+from isentrope.core.launching import launch_kernel, next_power_of_2
 
 BLOCK_ENTRIES = 4096
 HEADS_PER_PROGRAM = 8  # these share the angles that a program has read
@@ -30,25 +29,33 @@ def launch(
     `total`: what the result is added to, in place.
     """
     batch, heads, length, size = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
-    rows = max(1, BLOCK_ENTRIES // triton.next_power_of_2(size))
+    y = x.new_empty(x.shape) if total is None else total
+    rows = max(1, BLOCK_ENTRIES // next_power_of_2(size))
     unused = y
-    with device_context(x):
-        _rotate_and_scale[(triton.cdiv(length, rows), triton.cdiv(heads, HEADS_PER_PROGRAM), batch)](
-            x, y, unused if cos is None else cos, unused if sin is None else sin, unused if tau is None else tau,
+    launch_kernel(
+        _rotate_and_scale,
+        (-(-length // rows), -(-heads // HEADS_PER_PROGRAM), batch),
+        (x, y, unused if cos is None else cos, unused if sin is None else sin, unused if tau is None else tau),
+        (
             *x.stride()[:3], *y.stride()[:3], *broadcast_strides(cos, 0, 2), *broadcast_strides(tau, 0, 1, 2),
             heads, length,
-            HALF=size // 2, LANES=triton.next_power_of_2(size // 2), ROWS=rows, HEADS=HEADS_PER_PROGRAM,
-            ROTATE=cos is not None, TAU=tau is not None, NORMALISE=normalise, INVERSE=inverse,
-            ROUNDED=rounded, ADD=total is not None,
-            enable_fp_fusion=not rounded,  # a fused product would not be rounded
-        )  # fmt: skip
+        ),
+        {
+            "HALF": size // 2, "LANES": next_power_of_2(size // 2), "ROWS": rows, "HEADS": HEADS_PER_PROGRAM,
+            "ROTATE": cos is not None, "TAU": tau is not None, "NORMALISE": normalise, "INVERSE": inverse,
+            "ROUNDED": rounded, "ADD": total is not None,
+        },
+        {"enable_fp_fusion": not rounded},  # a fused product would not be rounded
+    )  # fmt: skip
     return y
 
 
 def broadcast_strides(x: Tensor | None, *axes: int) -> list[int]:
     """Return the strides along these axes, 0 along an axis of size 1."""
-    return [0 if x is None or x.shape[axis] == 1 else x.stride(axis) for axis in axes]
+    if x is None:
+        return [0] * len(axes)
+    shape, strides = x.shape, x.stride()
+    return [0 if shape[axis] == 1 else strides[axis] for axis in axes]
 
 
 @triton.jit

@@ -13,7 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.backends.band.slopes_kernel import find_reach
 from isentrope.backends.merge import PartialOutput
-from isentrope.core.compile import cuda_capability_major, device_context
+from isentrope.core.compile import cuda_capability_major
+from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
@@ -84,8 +85,8 @@ def launch(
     rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
     # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
     strides = queries * heads * value_size, value_size, heads * value_size, 1
-    out = torch.empty_strided((batch, heads, queries, value_size), strides, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    out = q.new_empty_strided((batch, heads, queries, value_size), strides)
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if batch == 0:
         return out, lse
     cos, sin = angles or (lse, lse)
@@ -96,27 +97,36 @@ def launch(
     head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
     described = has_copy_engine(q.device)
     k_blocks, v_blocks = (_describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
-    with device_context(q):
-        _band[(triton.cdiv(queries, rows), heads, batch)](
+    launch_kernel(
+        _band,
+        (-(-queries // rows), heads, batch),
+        (
             q, k_blocks, v_blocks, v, sink_keys, out, lse,
             cos, sin, sink_cos, sink_sin, lse if tau is None else tau,
             lse if sink_tau is None else sink_tau, lse if sink_offset is None else sink_offset, far_out, far_lse,
             lows, highs, lse if entropy is None else entropy, lse if far_entropy is None else far_entropy,
-            head_slopes, key_norms, *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
+            head_slopes, key_norms,
+        ),
+        (
+            *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
             *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
             *broadcast_strides(tau, 0, 1, 2), *broadcast_strides(sink_tau, 0, 1, 2),
             *broadcast_strides(sink_offset, 0, 1, 2),
             *far_out.stride()[:3], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
-            0 if lows.shape[0] == 1 else lows.stride(0), *k.stride()[:3],
-            GROUPS=heads // kv_heads, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns,
-            SINKS=max(MIN_MATRIX_SIZE, triton.next_power_of_2(sinks)) if sinks else 0, ROTATE=angles is not None,
-            ROTATE_SINKS=sink_angles is not None, TAU=tau is not None, SINK_TAU=sink_tau is not None,
-            SINK_OFFSET=sink_offset is not None, NORMALISE=normalise, FAR=far is not None,
-            SCALE_SCORES=all(x is None for x in (angles, sink_angles, tau, sink_tau)) and not normalise,
-            IEEE=q.dtype == torch.float32, INTERVALS=intervals is not None, DESCRIBED=described,
-            ENTROPY=entropy is not None, SLOPES=slopes is not None, PADDED=padded, num_stages=stages, num_warps=warps,
-        )  # fmt: skip
+            *broadcast_strides(lows, 0), *k.stride()[:3],
+        ),
+        {
+            "GROUPS": heads // kv_heads, "SIZE": size, "VALUE_SIZE": value_size, "ROWS": rows, "COLUMNS": columns,
+            "SINKS": max(MIN_MATRIX_SIZE, next_power_of_2(sinks)) if sinks else 0, "ROTATE": angles is not None,
+            "ROTATE_SINKS": sink_angles is not None, "TAU": tau is not None, "SINK_TAU": sink_tau is not None,
+            "SINK_OFFSET": sink_offset is not None, "NORMALISE": normalise, "FAR": far is not None,
+            "SCALE_SCORES": angles is sink_angles is tau is sink_tau is None and not normalise,
+            "IEEE": q.dtype == torch.float32, "INTERVALS": intervals is not None, "DESCRIBED": described,
+            "ENTROPY": entropy is not None, "SLOPES": slopes is not None, "PADDED": padded,
+        },
+        {"num_stages": stages, "num_warps": warps},
+    )  # fmt: skip
     return out, lse
 
 

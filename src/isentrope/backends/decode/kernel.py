@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.core.caching import MAX_DEVICES, bounded_cache
-from isentrope.core.compile import device_context
+from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
 
@@ -90,7 +90,7 @@ def launch(
         vectors, stages = max(MIN_KEYS, vectors // 2), 2
     together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
     rows = batch * kv_heads // together
-    splits = count_splits(rows, triton.cdiv(keys, MIN_SPLIT_KEYS), multiprocessors * resident)
+    splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
     partial_out = q.new_empty(batch, heads, splits, value_size, dtype=torch.float32)
     partial_lse = q.new_empty(batch, heads, splits, dtype=torch.float32)
     rotated = rotated + [False] * (4 - len(rotated))
@@ -104,26 +104,31 @@ def launch(
     tau0, tau1, offset0, offset1 = factors = [*_pad_pair(taus), *_pad_pair(offsets)]
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    with device_context(q):
-        _attend_split[(rows, splits)](
+    launch_kernel(
+        _attend_split,
+        (rows, splits, 1),
+        (
             q, k, v, partial_out, partial_lse, bounds,
-            *(partial_lse if x is None else x for x in factors), *tables,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-            0 if bounds.shape[0] == 1 else bounds.stride(0),
-            *(stride for x in factors for stride in broadcast_strides(x, 0, 1)),
+            *[partial_lse if x is None else x for x in factors], *tables,
+        ),
+        (
+            *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *broadcast_strides(bounds, 0),
+            *[stride for x in factors for stride in broadcast_strides(x, 0, 1)],
             *angle_strides, scale, kv_heads // together, splits,
-            GROUPS=groups, HEADS=together, ROWS=max(MIN_ROWS, triton.next_power_of_2(groups * together)),
-            HALF=size // 2, VALUE_SIZE=value_size, BLOCK=1 << (vectors // together).bit_length() - 1,
-            BRANCHES=bounds.shape[1], TAU0=tau0 is not None, TAU1=tau1 is not None, OFFSET0=offset0 is not None,
-            OFFSET1=offset1 is not None, NORMALISE=normalise, IEEE=q.dtype == torch.float32,
-            ROTATE_Q0=rotated[0], ROTATE_K0=rotated[1], ROTATE_Q1=rotated[2], ROTATE_K1=rotated[3],
-            num_stages=stages, num_warps=warps,
-        )  # fmt: skip
-        padded = triton.next_power_of_2(splits)
-        _merge_splits[(batch * heads,)](
-            partial_out, partial_lse, out, lse, splits,
-            VALUE_SIZE=value_size, SPLITS=padded, CHUNK=min(padded, MAX_MERGED_SPLITS),
-        )  # fmt: skip
+        ),
+        {
+            "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
+            "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": 1 << (vectors // together).bit_length() - 1,
+            "BRANCHES": bounds.shape[1], "TAU0": tau0 is not None, "TAU1": tau1 is not None,
+            "OFFSET0": offset0 is not None, "OFFSET1": offset1 is not None, "NORMALISE": normalise,
+            "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
+            "IEEE": q.dtype == torch.float32,
+        },
+        {"num_stages": stages, "num_warps": warps},
+    )  # fmt: skip
+    padded = next_power_of_2(splits)
+    constants = {"VALUE_SIZE": value_size, "SPLITS": padded, "CHUNK": min(padded, MAX_MERGED_SPLITS)}
+    launch_kernel(_merge_splits, (batch * heads, 1, 1), (partial_out, partial_lse, out, lse), (splits,), constants)
     return out, lse
 
 
