@@ -15,7 +15,7 @@ from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import BlockChoice
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.law_tables import look_up_law
-from isentrope.core.layout import MAX_SPANS, Layout, Rows, get_layout
+from isentrope.core.layout import MAX_SPANS, Layout, Rows, find_layout, get_layout
 from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region, Span
 from isentrope.core.rotation import compute_angles
@@ -68,8 +68,10 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     """
     if not _is_cacheable(inputs, recipe):
         return _build(inputs, recipe, *compute_geometry(inputs, recipe.mask))
-    layout, q = inputs.layout, inputs.q
-    if layout is None or (layout.queries, layout.keys) != (q.shape[2], inputs.k.shape[2]):
+    layout, q, keys = inputs.layout, inputs.q, inputs.k.shape[2]
+    if layout is None:
+        layout = find_layout(q, keys)
+    if layout is None or (layout.queries, layout.keys) != (q.shape[2], keys):
         layout = _compute_layout(inputs, recipe.mask)
     if torch.compiler.is_compiling():
         return _build_in_graph(inputs, recipe, layout)
@@ -80,10 +82,10 @@ def build_call(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     calls = layout.cached(("calls", position, position_key, q.shape[1], q.shape[3], q.dtype), dict)
     key = (id(recipe), inputs.mask, inputs.causal, inputs.scale, inputs.rotated_keys)
     if (cached := calls.get(key)) is not None:
-        branches, scale, normalise, interleaved, choice, backends = cached[1]
+        branches, scale, normalise, interleaved, choice, shared = cached[1]
         dropout = inputs.dropout
         call = AttentionCall(q, inputs.k, inputs.v, layout, branches, scale, normalise, interleaved, dropout, choice)
-        vars(call)["chosen_backends"] = backends
+        vars(call)["shared"] = shared
         return call
     with torch.inference_mode(False):  # or a later call could not save it for its backward
         call = _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
@@ -104,7 +106,7 @@ def _build_in_graph(inputs: Inputs, recipe: Recipe, layout: Layout) -> Attention
     scale = first.scale if inputs.scale is None else _check_scale(inputs.scale)
     parts = first.branches, scale, first.normalise, first.interleaved, inputs.dropout, first.choice
     call = AttentionCall(q, inputs.k, inputs.v, layout, *parts)
-    vars(call)["chosen_backends"] = layout.cached(("backends", *key), dict)
+    vars(call)["shared"] = layout.cached(("shared", *key), dict)
     return call
 
 

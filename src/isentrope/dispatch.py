@@ -19,7 +19,7 @@ from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import Backend
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
-from isentrope.core.caching import MAX_CHOSEN_BACKENDS
+from isentrope.core.caching import MAX_CALL_VALUES
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
@@ -93,13 +93,13 @@ def choose_backend(call: AttentionCall, name: str, need_entropy: bool = False) -
         if need_entropy and _computes_entropy(call):
             _announce(BAND.name, call.q.device.type)
             return BAND
-        chosen: dict[Any, Backend] = {} if call.chosen_backends is None else call.chosen_backends
-        key = _make_choice_key(call) if call.chosen_backends is not None else None
+        chosen: dict[Any, Backend] = {} if call.shared is None else call.shared
+        key = _make_choice_key(call) if call.shared is not None else None
         if (known := chosen.get(key)) is not None:
             return known
         backend = _choose_fastest(call)
         _announce(backend.name, call.q.device.type)
-        if len(chosen) < MAX_CHOSEN_BACKENDS and (not torch.compiler.is_compiling() or can_share_in_graph()):
+        if len(chosen) < MAX_CALL_VALUES and (not torch.compiler.is_compiling() or can_share_in_graph()):
             chosen[key] = backend
         return backend
     check_backend(name)

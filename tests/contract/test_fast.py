@@ -106,10 +106,9 @@ def test_what_is_asked_is_cut_into_what_kernels_have(queries, keys):
             if plan.sink_branch is not None:
                 early = (layout.key < plan.sinks)[:, None] & (apart < -plan.left)
                 seen[plan.sink_branch] = seen.get(plan.sink_branch, False) | early
-            for n, span in plan.far:
+            for n, span, part in plan.far:
                 far = layout.visible(Region((span,))).view(1, queries, keys)
                 seen[n] = seen.get(n, False) | far
-                part = span.to_band(queries, keys)
                 assert part.full or part.causal or part.anticausal
             assert seen.keys() == set(range(len(regions)))
             for n, actual in seen.items():

@@ -178,7 +178,7 @@ def test_a_chunk_of_queries_against_a_longer_cache_interpreted(text, monkeypatch
     with torch.no_grad():
         compare(text, PREFILL, True, torch.float32, "cpu", gradients=False)
     plan = _get_plan(build(text, PREFILL, True))
-    rectangle, triangle = (span.to_band(63, 170) for _, span in plan.far)
+    rectangle, triangle = (part.band for part in plan.far)
     assert rectangle.full and triangle.causal
     assert _get_plan(build(text, replace(PREFILL, queries=16), True)) is None  # a mask costs less
 

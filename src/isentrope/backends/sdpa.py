@@ -105,8 +105,7 @@ class SDPABackend(MergedBackend):
             shared = all(tile.kind == "full" for tile in cut)  # no copies of keys are needed
             return forward_tiles(branch, Operands(*_get_operands(branch, shared), branch.scale), cut)
         if (band := _band_of(branch)) is not None:
-            out, lse = forward_tile(_make_tile(branch, band))
-            return PartialOutput(out[..., : branch.v.shape[-1]], lse, band.first)
+            return forward_band(branch, band)
         if (tiles := _tiles_of(branch)) is not None:
             return _forward_chunks(branch, tiles)
         return _forward_masked(branch)
@@ -139,6 +138,13 @@ class SDPABackend(MergedBackend):
             dk[:, :, columns] += tk[..., : dk.shape[-1]]
             dv[:, :, columns] += tv[..., : dv.shape[-1]]
         return _finish_gradients(branch, dq, dk, dv)
+
+
+def forward_band(branch: FoldedBranch, band: Band) -> PartialOutput:
+    """Compute a branch that is a band which kernels support, without its offset."""
+    out, lse = forward_tile(_make_tile(branch, band))
+    size = branch.v.shape[-1]
+    return PartialOutput(out if out.shape[-1] == size else out[..., :size], lse, band.first)
 
 
 def _finish_gradients(branch: FoldedBranch, *gradients: Tensor) -> BranchGradients:
@@ -275,11 +281,15 @@ def _backward_chunks(
 
 def _make_tile(branch: FoldedBranch, band: Band) -> Tile:
     q, k, v = _get_operands(branch, shared=True)
-    k, v = (x[:, :, band.begin : band.end] for x in (k, v))
-    tile = Tile(q[:, :, band.first : band.last], k, v, None, band, branch.scale)
+    k, v = _take_rows(k, band.begin, band.end), _take_rows(v, band.begin, band.end)
+    tile = Tile(_take_rows(q, band.first, band.last), k, v, None, band, branch.scale)
     if branch.groups == 1 or takes_fewer_key_heads(tile):
         return tile
     return tile._replace(k=_repeat_heads(k, branch), v=_repeat_heads(v, branch))
+
+
+def _take_rows(x: Tensor, first: int, last: int) -> Tensor:
+    return x if first == 0 and last == x.shape[2] else x[:, :, first:last]
 
 
 def _forward_masked(branch: FoldedBranch) -> PartialOutput:

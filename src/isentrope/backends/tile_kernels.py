@@ -44,7 +44,7 @@ def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
         )
     if _takes_cudnn(tile):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
-        return out, lse.reshape(q.shape[:-1])
+        return out, lse.squeeze(-1)
     if _tile_takes_flash(tile):
         out, lse, *_ = aten._flash_attention_forward(
             *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, False, False,

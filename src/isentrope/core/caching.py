@@ -9,6 +9,7 @@ heads, 0.24 ms at 512 tokens.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from threading import Lock
@@ -35,9 +36,10 @@ MAX_LAYOUT_VALUES = 16
 # Built calls of one layout and position method, as many as a model has layers, and the largest τ kept with one.
 MAX_BUILT_CALLS = 256
 MAX_TAU_ELEMENTS = 1 << 20
-# Backends chosen for one built call, by what differs between its uses: batch, key heads, memory order, gradients,
-# switches. A choice asks every backend in turn, in Python, at each layer of each decoded token.
-MAX_CHOSEN_BACKENDS = 16
+# Values kept with one built call: what a backend makes of its branches, and the backends chosen for it, by what differs
+# between its uses: batch, key heads, memory order, gradients, switches. A choice asks every backend in turn, in Python,
+# at each layer of each decoded token.
+MAX_CALL_VALUES = 16
 # Tables of laws for one query a row, at most 1 MiB each in fp32: 28 operations of a decoding step become 4. Laws may
 # differ from layer to layer, and a layer has two: with fewer tables than laws each would be computed at every step.
 MAX_LAW_TABLES = 256
@@ -107,20 +109,29 @@ class LRUCache(Generic[K, V]):
 
     def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
-        self._values: dict[K, V] = {}
+        self._values = OrderedDict[K, V]()
         register_owner(self)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return what `make` returned the first time."""
-        value: Any = self._values.get(key, _ABSENT)
-        if value is _ABSENT:
-            with torch.inference_mode(False):  # or a later call could not save it for its backward
-                value = make()
+        value: Any = self.find(key, _ABSENT)
+        if value is not _ABSENT:
+            return value
+        with torch.inference_mode(False):  # or a later call could not save it for its backward
+            value = make()
         with _lock:
-            self._values.pop(key, None)
             self._values[key] = value
+            self._values.move_to_end(key)
             while len(self._values) > self.max_entries:
-                del self._values[next(iter(self._values))]
+                self._values.popitem(last=False)
+        return value
+
+    def find(self, key: K, default: Any = None) -> Any:
+        """Return the value of a key, which is then the last used, or a default."""
+        with _lock:
+            value = self._values.get(key, default)
+            if value is not default:
+                self._values.move_to_end(key)
         return value
 
     def __contains__(self, key: K) -> bool:

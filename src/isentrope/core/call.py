@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from isentrope.core.caching import MAX_CALL_VALUES
 from isentrope.core.choice import BlockChoice, ChosenBlocks
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.core.rotation import Angles, rotate_and_scale
 
+T = TypeVar("T")
 MAX_FEW_QUERIES = 16  # of which the keys that none sees are not rotated
 
 
@@ -97,13 +99,25 @@ class AttentionCall:
     dropout: Callable[[Tensor], Tensor] | None = None
     choice: BlockChoice | None = None
     _folded: list[FoldedBranch] = field(default_factory=list, init=False, repr=False)
-    # backends chosen for calls that differ in q, k and v alone; a copy with other branches begins without
-    chosen_backends: dict[Any, Any] | None = field(default=None, init=False, repr=False)
+    # what calls that differ in q, k and v alone share; a copy with other branches begins without
+    shared: dict[Any, Any] | None = field(default=None, init=False, repr=False)
 
     def set_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """Return the call with other tensors of the same sizes; a graph traces this faster than `replace`."""
         parts = self.layout, self.branches, self.scale, self.normalise, self.interleaved, self.dropout, self.choice
         return AttentionCall(q, k, v, *parts)
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, which depends on neither q, k nor v, once for all calls that differ in those alone."""
+        shared = self.shared
+        if shared is None or torch.compiler.is_compiling():
+            return make()
+        value: Any = shared.get(key, shared)
+        if value is shared:  # not yet there
+            value = make()
+            if len(shared) < MAX_CALL_VALUES:
+                shared[key] = value
+        return value
 
     @property
     def groups(self) -> int:

@@ -338,6 +338,15 @@ class Layout:
 _recent = LRUCache[Hashable, "Layout"](MAX_LAYOUTS)
 
 
+def find_layout(q: Tensor, keys: int) -> Layout | None:
+    """Return the cached layout of unpadded rows with these queries and so many keys, where there is one."""
+    if type(q) is not Tensor or not values_are_readable(q):
+        return None
+    batch, _, queries, _ = q.shape
+    found: Layout | None = _recent.find((batch, queries, keys, q.device))
+    return found
+
+
 def get_layout(
     batch: int,
     queries: int,

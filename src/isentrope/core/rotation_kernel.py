@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +30,7 @@ def launch(
     `total`: what the result is added to, in place.
     """
     batch, heads, length, size = x.shape
-    y = x.new_empty(x.shape) if total is None else total
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if total is None else total
     rows = max(1, BLOCK_ENTRIES // next_power_of_2(size))
     unused = y
     launch_kernel(

@@ -13,7 +13,6 @@ place of a band (`intervals`), a linear bias (`slopes`), and entropy in the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from isentrope.backends.band.slopes import find_window, forward_slopes
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
-from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend
+from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend, forward_band
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import can_run_triton, cuda_capability_major
 from isentrope.core.region import Band, Region, Span
@@ -43,10 +42,18 @@ MAX_INTERVAL_Q_ELEMENTS = 1 << 30  # of several branches, whose outputs are held
 AMPERE, HOPPER = 8, 9  # major compute capability
 
 
+class FarPart(NamedTuple):
+    """Far keys of a branch, as a span and as the band that this is."""
+
+    branch: int
+    span: Span
+    band: Band
+
+
 class BandPlan(NamedTuple):
     """Which branch has the keys within `left` and `right` of the diagonal, which the first keys, which far ones.
 
-    far: branches and their parts that PyTorch's fastest kernels take: triangles, and rectangles that all queries see.
+    far: parts that PyTorch's fastest kernels take: triangles, and rectangles that all queries see.
     """
 
     near_branch: int
@@ -54,7 +61,7 @@ class BandPlan(NamedTuple):
     right: int
     sink_branch: int | None = None
     sinks: int = 0
-    far: tuple[tuple[int, Span], ...] = ()
+    far: tuple[FarPart, ...] = ()
 
 
 class BandBackend(SDPABackend):
@@ -137,14 +144,14 @@ class BandBackend(SDPABackend):
 
     def _forward_far(self, call: AttentionCall, plan: BandPlan) -> PartialOutput:
         """Compute the parts of far keys with SDPA's kernels."""
-        folded = {n: call.fold_branch(call.branches[n]) for n, _ in plan.far}  # with the keys of all its parts
-        done = [self.forward_branch(replace(folded[n], region=Region((span,)))) for n, span in plan.far]
-        offsets = [call.branches[n].offset for n, _ in plan.far]
+        numbers = dict.fromkeys(part.branch for part in plan.far)
+        folded = {n: call.fold_branch(call.branches[n]) for n in numbers}  # with the keys of all its parts
+        done = [(forward_band(folded[n], band), call.branches[n].offset) for n, _, band in plan.far]
         if len(done) == 1:
-            return add_offset(done[0], offsets[0])
+            return add_offset(*done[0])
         from isentrope.backends.merge_kernel import launch
 
-        parts = [TileOutput(x.out, x.lse, x.first, offset=offset) for x, offset in zip(done, offsets, strict=True)]
+        parts = [TileOutput(x.out, x.lse, x.first, offset=offset) for x, offset in done]
         return PartialOutput(*launch(parts, (call.q.shape[0], call.q.shape[1], call.q.shape[2])))
 
     def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -161,7 +168,7 @@ class BandBackend(SDPABackend):
         plan = plan_band([x.region for x in branches], layout.queries, layout.keys) if layout.plain else None
         if plan is None or len(plan.far) != 1 or plan.sinks:
             return forward_folded(branches)
-        near, far_branch = branches[plan.near_branch], branches[plan.far[0][0]]
+        near, far_branch = branches[plan.near_branch], branches[plan.far[0].branch]
         far = add_offset(self.forward_branch(far_branch), far_branch.offset)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
@@ -202,6 +209,10 @@ def _takes_backward(branch: FoldedBranch) -> bool:
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:
+    return call.cached(("band plan", is_on(BAND_CHUNKED_PREFILL)), lambda: _make_plan(call))
+
+
+def _make_plan(call: AttentionCall) -> BandPlan | None:
     if (parts := split_corner(call)) is not None:
         call = parts[0]
     layout = call.layout
@@ -246,9 +257,10 @@ def plan_band(
         elif band is None or (plan.far and not both):
             return None
         elif band.causal or band.full or (both and band.anticausal):
-            plan = plan._replace(far=(*plan.far, (n, span)))
+            plan = plan._replace(far=(*plan.far, FarPart(n, span, band)))
         elif rectangles and (parts := _split_rectangle(span, band)):
-            plan = plan._replace(far=(*plan.far, *((n, part) for part in parts)))
+            bands = [(part, part.to_band(queries, keys)) for part in parts]
+            plan = plan._replace(far=(*plan.far, *(FarPart(n, part, x) for part, x in bands if x is not None)))
         else:
             return None
     return plan

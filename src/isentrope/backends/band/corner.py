@@ -21,8 +21,7 @@ def split_corner(call: AttentionCall) -> tuple[AttentionCall, AttentionCall] | N
     layout = call.layout
     if not layout.plain or layout.queries > layout.keys:
         return None
-    regions = tuple(branch.region for branch in call.branches)
-    first = layout.cached(("corner", *regions), lambda: _find_corner(call))
+    first = call.cached("corner", lambda: _get_corner(call))
     if first is None:
         return None
     before = first - (layout.keys - layout.queries)  # queries that do not see it
@@ -37,6 +36,11 @@ def split_corner(call: AttentionCall) -> tuple[AttentionCall, AttentionCall] | N
         _take_rows(call, slice(None, before), first, layouts[0]),
         _take_rows(call, slice(before, None), layout.keys, layouts[1]),
     )
+
+
+def _get_corner(call: AttentionCall) -> int | None:
+    regions = tuple(branch.region for branch in call.branches)
+    return call.layout.cached(("corner", *regions), lambda: _find_corner(call))
 
 
 def _find_corner(call: AttentionCall) -> int | None:

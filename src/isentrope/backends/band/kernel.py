@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from isentrope.backends.band.copy_engine import describe_blocks
 from isentrope.backends.band.slopes_kernel import find_reach
+from isentrope.backends.band.softmax_kernel import accumulate, move_gap
 from isentrope.backends.merge import PartialOutput
+from isentrope.core.caching import MAX_DEVICES, bounded_cache
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation import Angles
@@ -96,7 +98,7 @@ def launch(
     lows, highs = intervals or (lse, lse)
     head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
     described = has_copy_engine(q.device)
-    k_blocks, v_blocks = (_describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
+    k_blocks, v_blocks = (describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
     launch_kernel(
         _band,
         (-(-queries // rows), heads, batch),
@@ -135,24 +137,7 @@ def has_copy_engine(device: torch.device) -> bool:
     return device.type != "cuda" or cuda_capability_major(device) >= HOPPER
 
 
-def _describe_blocks(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describe x (batch, heads, length, size) in blocks of `rows` vectors for Hopper's copy engine.
-
-    The engine needs strides that are multiples of 16 bytes: x is copied where they are not.
-    """
-    step = 16 // x.element_size()
-    if x.data_ptr() % 16 or any(size > 1 and (stride == 0 or stride % step) for size, stride in _sizes_and_strides(x)):
-        x = x.clone(memory_format=torch.contiguous_format)
-    # the stride of an axis of size 1 is arbitrary
-    strides = [stride if size > 1 else x.shape[-1] for size, stride in _sizes_and_strides(x)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
-
-
-def _sizes_and_strides(x: Tensor) -> list[tuple[int, int]]:
-    """Return size and stride of all axes but the last."""
-    return list(zip(x.shape[:-1], x.stride()[:-1], strict=True))
-
-
+@bounded_cache(MAX_DEVICES)
 def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
     if device.type != "cuda":
         return SERVER_BLOCKS
@@ -186,32 +171,6 @@ def _load_queries(q, cos, sin, factor, row, valid, q_row, angle_row, SIZE: tl.co
         a, b = a * c - b * s, b * c + a * s
     block = tl.reshape(tl.permute(tl.join(a * factor[:, None], b * factor[:, None]), (0, 2, 1)), (row.shape[0], SIZE))
     return block.to(q.dtype.element_ty)
-
-
-@triton.jit
-def _move_gap(gap, row_max, row_sum, anchor, decay):
-    """Return Σ w (t - anchor) for Σ w (t - row_max), of weights w that `decay` multiplies."""
-    return (gap + row_sum * tl.where(row_sum > 0, row_max - anchor, 0.0)) * decay
-
-
-@triton.jit
-def _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE: tl.constexpr, MASKED: tl.constexpr,
-                ENTROPY: tl.constexpr):  # fmt: skip
-    """Add a block of scores t (to base 2) and values to the running softmax, and to gap = Σ 2^{t - max} (t - max)."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    anchor = new_max
-    if MASKED:  # a row may not have seen a key yet
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(scores - anchor[:, None])
-    decay = tl.exp2(row_max - anchor)
-    if ENTROPY:
-        below = scores - anchor[:, None]
-        if MASKED:  # -inf
-            below = tl.where(weight > 0, below, 0.0)
-        gap = _move_gap(gap, row_max, row_sum, anchor, decay) + tl.sum(weight * below, 1)
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
-    return new_max, row_sum * decay + tl.sum(weight, 1), acc, gap
 
 
 @triton.jit
@@ -263,7 +222,7 @@ def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, posit
         v_block = _load_keys(v, batch, head, start, keys, v_key, VALUE_SIZE, COLUMNS, DESCRIBED, MASKED)
         if BLANKED:
             v_block = tl.where(((column >= lowest) & (column < highest))[:, None], v_block, 0.0)
-        row_max, row_sum, acc, gap = _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, MASKED, ENTROPY)
+        row_max, row_sum, acc, gap = accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, MASKED, ENTROPY)
     return row_max, row_sum, acc, gap
 
 
@@ -387,7 +346,7 @@ def _band(
             scores = scores + offset_rows[:, None] / LN2
         visible = (column < sinks)[None, :] & (column[None, :] < (position - left)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc, gap = _accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, True, ENTROPY)
+        row_max, row_sum, acc, gap = accumulate(row_max, row_sum, acc, gap, scores, v_block, IEEE, True, ENTROPY)
     if INTERVALS and SINK_OFFSET:
         offset_rows = _load_rows(sink_offset, sink_offset_batch, sink_offset_head, sink_offset_row, batch, head64, row,
                                  row_valid)  # fmt: skip
@@ -407,7 +366,7 @@ def _band(
         if ENTROPY:
             far_pointer = far_entropy + batch * far_lse_batch + head64 * far_lse_head + far_index * far_lse_row
             far_gap = far_max - new_max - tl.load(far_pointer, mask=far_valid, other=0.0) / LN2
-            gap = _move_gap(gap, row_max, row_sum, new_max, decay) + weight * tl.where(weight > 0, far_gap, 0.0)
+            gap = move_gap(gap, row_max, row_sum, new_max, decay) + weight * tl.where(weight > 0, far_gap, 0.0)
         acc = acc * decay[:, None] + far_block * weight[:, None]
         row_sum, row_max = row_sum * decay + weight, new_max
 

@@ -34,7 +34,7 @@ class DecodeBackend(Backend):
         return "it has no backward" if call.needs_grad else triton_refusal(call)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
-        bounds = call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
+        bounds = call.cached("slots of one query", lambda: _find_slots(call))
         pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
         rotated = [angles is not None for angles in pairs]
         rotations = [x for angles in pairs for x in angles or ()]
@@ -44,6 +44,10 @@ class DecodeBackend(Backend):
             [call.q, call.k, call.v], bounds, rotations, rotated, [*taus, *offsets], call.scale, call.normalise
         )
         return out, lse
+
+
+def _find_slots(call: AttentionCall) -> Tensor:
+    return call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
 
 
 def _run(
