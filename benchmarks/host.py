@@ -1,17 +1,20 @@
 """What a call costs the host: torch operations and CPU time, at sizes where all of it is Python and launches.
 
-    python benchmarks/host.py [--out FILE] [--calls N] [--compile]
+    python benchmarks/host.py [--out FILE] [--calls N] [--compile | --stub-gpu]
 
 Operations are those that reach a kernel or make a view, counted below autograd: on a GPU most are a launch each. They
 do not depend on the machine; microseconds of CPU time do, and are the least of several repeats on one thread.
 --compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
 graph, and seconds of CPU time up to the graph ("eager") and up to AOTAutograd's ("aot_eager") and code ("inductor").
+--stub-gpu: calls as a GPU's host makes them, up to kernels that do nothing (`stub_gpu`): Python functions that are
+called, and CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +40,15 @@ COMPILED_LAYERS, COMPILERS = (2, 6), ("eager", "aot_eager", "inductor")
 MODEL_RECIPES = ("infoscale", "rerope:window=32+infoscale", "selfextend:window=32,group=4", "window:size=24")
 
 
+GPU_RECIPES = {
+    "ReRoPE": "rerope:window=64",
+    "SelfExtend": "selfextend:window=64,group=8",
+    "CosScale + InfoScale": "rope+infoscale:train_length=64+cosine:alpha=128",
+    "LM-Infinite": "rerope:window=64+lambda:sinks=5,window=64",
+}  # as benchmarks/targets.py has them, in short
+GPU_KEYS, GPU_HEAD_SIZE, GPU_CALLS = 256, 32, 15  # so few calls that some repeats run undisturbed
+
+
 class OperationCounter(TorchDispatchMode):
     """Counts the operations of whatever runs inside."""
 
@@ -57,15 +69,38 @@ def count_operations(run: Callable[[], object]) -> int:
     return counter.count
 
 
-def measure(run: Callable[[], object], calls: int) -> dict[str, float]:
-    """Operations and microseconds of CPU time of one call."""
-    operations, taken = count_operations(run), []
-    for _ in range(REPEATS):
+def count_functions(run: Callable[[], object]) -> int:
+    """Python functions that a call with warm caches enters."""
+    for _ in range(3):  # the first builds what the second chooses a backend for
+        run()
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(trace)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def time_calls(run: Callable[[], object], calls: int, repeats: int = REPEATS) -> float:
+    """Return microseconds of CPU time of one call, the least of several repeats."""
+    taken = []
+    for _ in range(repeats):
         begun = time.process_time()
         for _ in range(calls):
             run()
         taken.append((time.process_time() - begun) / calls * 1e6)
-    return {"operations": operations, "us": min(taken)}
+    return min(taken)
+
+
+def measure(run: Callable[[], object], calls: int) -> dict[str, float]:
+    """Operations and microseconds of CPU time of one call."""
+    return {"operations": count_operations(run), "us": time_calls(run, calls)}
 
 
 def attention_rows(calls: int) -> list[dict[str, Any]]:
@@ -77,6 +112,28 @@ def attention_rows(calls: int) -> list[dict[str, Any]]:
         for text in RECIPES:
             runs[text] = partial(ise.attention, q, k, v, ise.Recipe.parse(text), causal=True)
         rows += [{"what": kind, "recipe": text, **measure(run, calls)} for text, run in runs.items()]
+    return rows
+
+
+def make_gpu_call(recipe: str, queries: int) -> Callable[[], object]:
+    """Return a call of a recipe in half precision, for `stub_gpu`."""
+    sizes = queries, GPU_KEYS, GPU_KEYS
+    q, k, v = (torch.randn(1, HEADS, n, GPU_HEAD_SIZE, dtype=torch.bfloat16) for n in sizes)
+    return partial(ise.attention, q, k, v, recipe, causal=True)
+
+
+def gpu_rows(calls: int) -> list[dict[str, Any]]:
+    """`attention` up to its kernels, as a GPU's host runs it: a prompt, and one query against a cache."""
+    from stub_gpu import stub_gpu  # Triton may not be installed
+
+    rows = []
+    with stub_gpu():
+        for kind, queries in (("prompt, GPU", GPU_KEYS), ("decode, GPU", 1)):
+            for name, text in GPU_RECIPES.items():
+                run = make_gpu_call(text, queries)
+                functions = count_functions(run)
+                us = time_calls(run, GPU_CALLS, max(1, calls))
+                rows.append({"what": kind, "recipe": name, "functions": functions, "us": us})
     return rows
 
 
@@ -146,12 +203,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/host.json"))
     parser.add_argument("--calls", type=int, default=100, help="calls of attention in one repeat")
     parser.add_argument("--compile", action="store_true", help="what a layer adds to torch.compile of a model")
+    parser.add_argument("--stub-gpu", action="store_true", help="calls as a GPU's host makes them, up to the kernels")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.no_grad():
-        rows = compile_rows() if options.compile else attention_rows(options.calls) + model_rows(options.calls)
+        if options.compile:
+            rows = compile_rows()
+        elif options.stub_gpu:
+            rows = gpu_rows(options.calls)
+        else:
+            rows = attention_rows(options.calls) + model_rows(options.calls)
     for row in rows:
-        print(f"{row['what']:14} {row['recipe']:45} {row['operations']:5.0f} operations {row['us']:9.0f} us")
+        unit = "functions" if options.stub_gpu else "operations"
+        print(f"{row['what']:14} {row['recipe']:45} {row[unit]:5.0f} {unit} {row['us']:9.0f} us")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(options.out) as file:
         file.write_text(json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Operations that a call makes: each is a launch on a GPU and Python on any host. No machine changes their number."""
+"""What a call costs the host: operations, each a launch on a GPU, and Python functions. No machine changes either."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import isentrope as ise
+from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # recipe: most operations of a prompt and of one query, views included
@@ -20,6 +21,15 @@ LIMITS = {
     "selfextend:window=16,group=4": (56, 61),
     "rope+window:size=16": (25, 30),
     "rope+sink:sinks=2,size=16": (53, 37),
+}
+
+
+# the most Python functions that a call enters on its way to a GPU's kernels, for a prompt and for one query
+FUNCTION_LIMITS = {
+    "ReRoPE": (205, 100),
+    "SelfExtend": (235, 100),
+    "CosScale + InfoScale": (145, 100),
+    "LM-Infinite": (150, 102),
 }
 
 
@@ -36,6 +46,15 @@ def test_calls_make_few_operations(host, text):
         for queries, limit in zip((64, 1), LIMITS[text], strict=True):
             q, k, v = (torch.randn(1, 2, n, 8) for n in (queries, 64, 64))
             assert host.count_operations(lambda: ise.attention(q, k, v, recipe, causal=True)) <= limit  # noqa: B023
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="the kernels are Triton's")
+@pytest.mark.parametrize("name", FUNCTION_LIMITS)
+def test_calls_reach_the_kernels_of_a_gpu_through_few_functions(host, name):
+    stub_gpu = importlib.import_module("stub_gpu").stub_gpu
+    with torch.no_grad(), stub_gpu():
+        for queries, limit in zip((host.GPU_KEYS, 1), FUNCTION_LIMITS[name], strict=True):
+            assert host.count_functions(host.make_gpu_call(host.GPU_RECIPES[name], queries)) <= limit
 
 
 def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):

@@ -9,6 +9,8 @@ same compiled kernel, and runs it directly.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -70,19 +72,15 @@ def _make_key(
 ) -> Hashable:
     """Return all that a compiled kernel depends on, with each number itself for what Triton knows of it.
 
-    None where a pointer is not aligned or a hook wants to see the arguments, and in Triton's interpreter.
+    None where a hook wants to see the arguments, and in Triton's interpreter: those take the arguments as they are.
     """
     if not REUSES_KERNELS or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
         return None
-    addresses, kinds = 0, []
-    for x in tensors:
-        if type(x) is TensorDescriptor:  # which is aligned
-            kinds.append((x.base.dtype, *x.block_shape))
-        else:
-            addresses |= x.data_ptr()
-            kinds.append(x.dtype)
-    if addresses % ALIGNMENT_BYTES:
-        return None
+    # blocks for the copy engine are aligned
+    addresses = [x.data_ptr() for x in tensors if type(x) is not TensorDescriptor]
+    kinds = [(x.base.dtype, *x.block_shape) if type(x) is TensorDescriptor else x.dtype for x in tensors]
+    if reduce(or_, addresses) % ALIGNMENT_BYTES:
+        kinds += [address % ALIGNMENT_BYTES == 0 for address in addresses]
     chosen = () if options is None else tuple(options.values())
     return id(kernel), tensors[0].device, *kinds, numbers, tuple(constants.values()), chosen
 

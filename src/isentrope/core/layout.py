@@ -343,8 +343,8 @@ def find_layout(q: Tensor, keys: int) -> Layout | None:
     if type(q) is not Tensor or not values_are_readable(q):
         return None
     batch, _, queries, _ = q.shape
-    found: Layout | None = _recent.find((batch, queries, keys, q.device))
-    return found
+    layout: Layout | None = _recent.find((batch, queries, keys, q.device))
+    return layout
 
 
 def get_layout(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from isentrope.core.layout import Layout
 from isentrope.core.tracing import can_share_in_graph
 
 
-class CachedLayout(NamedTuple):
+@dataclass(slots=True)
+class CachedLayout:
     """A layout and what it was computed from; the tensors by weak reference, so that it outlives none of them."""
 
     layer_index: int  # of the last layer that used it
@@ -92,7 +94,8 @@ class LayoutCache:
         if index + 1 == self.layer_count:
             self.entries.clear()
         else:
-            self.entries[kind] = entry._replace(layer_index=index)
+            entry.layer_index = index
+            self.entries[kind] = entry
         return entry.layout
 
     def begin_pass(self, module: nn.Module, args: Any) -> None:

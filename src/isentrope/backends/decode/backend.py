@@ -34,20 +34,20 @@ class DecodeBackend(Backend):
         return "it has no backward" if call.needs_grad else triton_refusal(call)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
-        bounds = call.cached("slots of one query", lambda: _find_slots(call))
-        pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
-        rotated = [angles is not None for angles in pairs]
-        rotations = [x for angles in pairs for x in angles or ()]
         run = torch.ops.isentrope.decode if torch.compiler.is_compiling() else _run
-        taus, offsets = ([getattr(branch, key) for branch in call.branches] for key in ("tau", "offset"))
-        out, lse = run(
-            [call.q, call.k, call.v], bounds, rotations, rotated, [*taus, *offsets], call.scale, call.normalise
-        )
+        operands = call.cached("decode operands", lambda: _list_operands(call))
+        out, lse = run([call.q, call.k, call.v], *operands, call.scale, call.normalise)
         return out, lse
 
 
-def _find_slots(call: AttentionCall) -> Tensor:
-    return call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
+def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool], list[Tensor | None]]:
+    """Return visible slots, angles, which queries and keys these rotate, and the factors, as `_run` takes them."""
+    bounds = call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
+    pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
+    rotated = [angles is not None for angles in pairs]
+    rotations = [x for angles in pairs for x in angles or ()]
+    factors = [branch.tau for branch in call.branches] + [branch.offset for branch in call.branches]
+    return bounds, rotations, rotated, factors
 
 
 def _run(

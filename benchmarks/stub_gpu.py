@@ -1,0 +1,69 @@
+"""Stand-ins for a GPU, so that a machine without one sees what a call costs the host before its kernels are launched.
+
+Tensors stay on the CPU but pass for those of a GPU: calls take a GPU's path, and kernels return without computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from triton.compiler import CompiledKernel
+
+from isentrope.backends import sdpa, tile_kernels
+from isentrope.core.caching import clear_caches
+
+HOPPER = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448)
+
+
+class StubKernel(CompiledKernel):
+    """A compiled kernel that does nothing."""
+
+    def __init__(self) -> None:
+        self.module = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return _do_nothing
+
+
+def _do_nothing(*arguments: Any, **options: Any) -> None: ...
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+    return q
+
+
+def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return q, q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+
+
+@contextmanager
+def stub_gpu() -> Iterator[None]:
+    """Let tensors on the CPU pass for those of a Hopper card; what is cached meanwhile is dropped at the end."""
+    kernels = SimpleNamespace(_scaled_dot_product_cudnn_attention=_attend_with_lse)
+    replacements: list[tuple[Any, str, Any]] = [
+        (Tensor, "is_cuda", property(lambda x: True)),
+        (torch.cuda, "get_device_capability", lambda device=None: HOPPER.capability),
+        (torch.cuda, "get_device_properties", lambda device=None: HOPPER),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_device", lambda: None),  # the index of the CPU
+        (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel()),
+        (tile_kernels, "aten", kernels),
+        (F, "scaled_dot_product_attention", _attend),
+        (sdpa, "tiles_on_cpu", lambda branch: None),
+    ]
+    clear_caches(keep_compiled=True)
+    try:
+        with ExitStack() as stack:
+            for owner, name, stand_in in replacements:
+                stack.enter_context(patch.object(owner, name, stand_in))
+            yield
+    finally:
+        clear_caches(keep_compiled=True)
