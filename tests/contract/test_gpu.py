@@ -53,6 +53,27 @@ def test_compilations_stay_few_over_changing_lengths():
 
 
 @hopper
+@pytest.mark.parametrize("method", ["rope", "rerope:window=64", "selfextend:window=64,group=8", "rope+window:size=64"])
+@pytest.mark.parametrize("queries", [300, 1])
+def test_a_repeated_launch_gives_the_same_bits_at_any_length_and_alignment(method, queries):
+    """A launch like an earlier one is not bound again: one that is, after the caches are cleared, must agree."""
+    from isentrope.core import launching
+
+    recipe, calls = f"{method}+infoscale:train_length=64", []
+    for shift, keys in ((0, 300), (1, 300), (8, 300), (0, 301), (0, 320)):  # entries before the first query
+        q, k, v = (torch.randn(2 * n * 64 + 8, device="cuda", dtype=torch.bfloat16) for n in (queries, keys, keys))
+        calls.append([x[first : first + x.numel() - 8].view(1, 2, -1, 64) for x, first in ((q, shift), (k, 0), (v, 0))])
+    expected = []
+    for call in calls:
+        ise.clear_caches(keep_compiled=True)
+        expected.append(ise.attention(*call, recipe, causal=True))
+    for _ in range(3):
+        actual = [ise.attention(*call, recipe, causal=True) for call in calls]
+        assert all(map(torch.equal, actual, expected))
+    assert launching._known
+
+
+@hopper
 def test_each_goes_where_it_is_fastest():
     q, k, v = Setting(300, 300, d=64, dv=64).tensors(torch.bfloat16, "cuda")
     chosen = {}

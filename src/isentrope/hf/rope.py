@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -220,8 +221,12 @@ class FittedPosition(Position):
     def depends_on_row_length(self) -> bool:
         return self.inner.depends_on_row_length
 
+    @cached_property
+    def _is_longrope(self) -> bool:
+        return self.rope.kind == "longrope"  # a config answers slowly, and every layer of every token needs it
+
     def cache_key(self) -> Hashable:
-        if self.rope.kind == "longrope":  # its buffer changes with every pass, and is not read
+        if self._is_longrope:  # its buffer changes with every pass, and is not read
             return self.inner.cache_key()
         return self.rope.cache_key(), self.inner.cache_key()
 
