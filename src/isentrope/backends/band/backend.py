@@ -209,7 +209,8 @@ def _takes_backward(branch: FoldedBranch) -> bool:
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:
-    return call.cached(("band plan", is_on(BAND_CHUNKED_PREFILL)), lambda: _make_plan(call))
+    switches = is_on(BAND_CHUNKED_PREFILL), is_on(BAND_ROWS)
+    return call.cached(("band plan", *switches), lambda: _make_plan(call))
 
 
 def _make_plan(call: AttentionCall) -> BandPlan | None:
