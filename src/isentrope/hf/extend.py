@@ -7,20 +7,19 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.core.compile import values_are_readable
 from isentrope.dispatch import check_backend
 from isentrope.hf.auto import choose_for_layers
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
-from isentrope.hf.introspection import LayerInfo, introspect, list_configs, skip_rotation
+from isentrope.hf.introspection import LayerInfo, introspect, list_configs
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import (
     LayerPlan,
@@ -35,7 +34,8 @@ from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
 from isentrope.hf.paged import begin_step
 from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
-from isentrope.hf.rope import ModelRope, bind_arguments, list_arguments
+from isentrope.hf.rope import ModelRope
+from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import make_config_class
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask
@@ -280,7 +280,7 @@ def _apply(
     for position in (one.position for one in recipe.recipes):
         if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
             setattr(inner, SHARED_POSITION, position.to(inner.device).train(inner.training))
-    skipped: dict[nn.Module, set[str | None]] = {}
+    skipped: dict[nn.Module, dict[str | None, bool]] = {}
     layouts, parts = LayoutCache(len(plans)), collect_parts(plans)
     for index, (info, plan) in enumerate(zip(extension.layers, plans, strict=True)):
         layer = Layer(info, plan, backend, index, layouts, parts)
@@ -289,57 +289,22 @@ def _apply(
             raise ValueError(f"{extension.model_type}: {info.name} is offloaded, so {recipe} has nowhere to learn")
         setattr(info.module, LAYER, layer.to(device).train(info.module.training))
         if plan.skipped_rope is not None:
-            skipped.setdefault(plan.skipped_rope.module, set()).add(plan.skipped_rope.layer_type)
+            in_pages = plan.rotated_recipe is not None
+            skipped.setdefault(plan.skipped_rope.module, {})[plan.skipped_rope.layer_type] = in_pages
         if plan.theta is not None and info.rope is not None:
             _write_frequencies(extension, info.rope, plan.theta)
     consecutive = not all(info.receives_positions for info in extension.layers)
     handles = extension.handles
     for module, layer_types in skipped.items():
-        hook = _SkipRotation(module, layer_types, consecutive)
+        hook = SkipRotation(module, layer_types, consecutive, layouts)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
-    handles.append(inner.base_model.register_forward_pre_hook(begin_step, with_kwargs=True))
+    handles.append(inner.base_model.register_forward_pre_hook(partial(begin_step, layouts), with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(layouts.begin_pass))
     handles.append(inner.base_model.register_forward_hook(layouts.end_pass))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
     silence_length_warnings(inner)
     enable_continuous_batching(inner)
-
-
-class _SkipRotation:
-    """A hook on a rotary module: queries and keys of these types of layers stay unrotated.
-
-    consecutive: the model does not hand positions on to attention, so that they must not jump.
-    """
-
-    def __init__(self, module: nn.Module, layer_types: set[str | None], consecutive: bool) -> None:
-        self.names, self.layer_types, self.consecutive = list_arguments(module), layer_types, consecutive
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        arguments = bind_arguments(self.names, args, kwargs)
-        if None not in self.layer_types and arguments.get("layer_type") not in self.layer_types:
-            return output
-        positions = arguments["position_ids"]
-        if positions.dim() > 2:
-            positions = _get_text_positions(positions)
-        if self.consecutive and values_are_readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
-            raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
-        return skip_rotation(module, args, kwargs, output)
-
-
-def _get_text_positions(positions: Tensor) -> Tensor:
-    """Reduce positions (axes, batch, tokens) of a model that also reads images; in text the axes are equal."""
-    text = (positions == positions[:1]).all()
-    if not values_are_readable(text):
-        torch._assert_async(
-            text, "position_ids that differ by axis (images) are not supported where keys are cached raw"
-        )
-    elif not bool(text):
-        raise ValueError(
-            "position_ids: expected those of text where keys are cached raw, got some that differ by axis (images); "
-            "take a recipe without a position method, 'pi', 'ntk' or 'yarn'"
-        )
-    return positions[0]
 
 
 def _check_implementation(module: nn.Module, args: Any) -> None:

@@ -74,6 +74,8 @@ class Layer(nn.Module):
 
     Attributes:
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
+        rotated_recipe: `recipe` for queries and keys that arrive rotated all the same, as those of a paged cache do;
+            None where they never do.
         causal: whether no query sees ahead.
         heads: of the queries that it is called with.
         eager_attention: the model's own attention function, where it has no SDPA.
@@ -93,6 +95,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         recipe = self.recipe = plan.recipe
+        self.rotated_recipe = plan.rotated_recipe
         self.native_mask, self.causal = _native_mask(info.region), info.causal
         rotates = recipe.position is not None and recipe.position.rotates
         self.rope = plan.skipped_rope if rotates else None
@@ -131,12 +134,12 @@ class Layer(nn.Module):
                 return self._run_sdpa(call, layout)
         return self.attend(call, layout)
 
-    def attend(self, call: LayerCall, layout: Layout) -> Tensor:
-        """Attend under the recipe, whether or not it is idle."""
+    def attend(self, call: LayerCall, layout: Layout, rotated: bool = False) -> Tensor:
+        """Attend under the recipe, whether or not it is idle, or under `rotated_recipe`."""
         query, key, value, sink_logits = call.query, call.key, call.value, call.sink_logits
         _check_dropout(call)
         query, key, value = _autocast(query, key, value)
-        recipe, options = self.get_attention_arguments(layout, call.scaling)
+        recipe, options = self.get_attention_arguments(layout, call.scaling, rotated)
         options["backend"] = self.backend
         if sink_logits is None:
             out = attention(query, key, value, recipe, **options)
@@ -201,12 +204,14 @@ class Layer(nn.Module):
         fits = position_ids.dim() == 2 and position_ids.shape[1] == layout.queries
         return _apply_position_ids(layout, position_ids, self.evicts) if fits else layout
 
-    def get_attention_arguments(self, layout: Layout | None, scaling: float | None) -> tuple[Recipe, dict[str, Any]]:
+    def get_attention_arguments(
+        self, layout: Layout | None, scaling: float | None, rotated: bool = False
+    ) -> tuple[Recipe, dict[str, Any]]:
         """Return the recipe and the options with which this layer calls `attention`."""
         scale = None if self.recipe.score is not None and self.recipe.score.normalises else scaling
-        if scale is not None and self.rope is not None:
+        recipe = (self.rotated_recipe if rotated else None) or self.recipe
+        if scale is not None and self.rope is not None and not rotated:
             scale = scale * self.rope.scaling**2
-        recipe = self.recipe
         if self.temperature is not None:  # as they are registered: they may have been wrapped since
             laws_by_keys = (
                 self.temperature if isinstance(self.temperature, nn.ModuleDict) else {"all": self.temperature}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
-from isentrope.hf.rope import ModelRope, fit_position, get_streaming_window
+from isentrope.hf.rope import FittedPosition, ModelRope, fit_position, get_streaming_window
 from isentrope.hf.sharding import check_local_heads
 from isentrope.parallel.heads import shard_position, shard_share, shard_temperature
 from isentrope.positions import Position, RoPE
@@ -153,11 +153,14 @@ class LayerPlan:
         skipped_rope: the model's rotation that is left out, so that queries and keys arrive unrotated; None where the
             model rotates.
         theta: frequencies to write into the model's own rotary module.
+        rotated_recipe: `recipe` for queries and keys that the model has rotated after all, as a paged cache holds them;
+            None where layers of the same rotary module need them unrotated.
     """
 
     recipe: Recipe
     skipped_rope: ModelRope | None = None
     theta: Tensor | None = None
+    rotated_recipe: Recipe | None = None
 
 
 def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfig, owner: nn.Module) -> list[LayerPlan]:
@@ -184,7 +187,23 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
             plans.append(LayerPlan(replace(layer_recipe, position=fitted.position), skipped_rope=layer.rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it
         plan.recipe = next(other.recipe for other in plans if _same_parts(other.recipe, plan.recipe))
+    _set_rotated_recipes(plans)
     return plans
+
+
+def _set_rotated_recipes(plans: list[LayerPlan]) -> None:
+    """Make the recipes for rotated queries and keys, where all layers of a rotary module have one."""
+    rotated = {id(plan.recipe): _make_rotated(plan.recipe) for plan in plans}
+    skipping = [(plan, plan.skipped_rope) for plan in plans if plan.skipped_rope is not None]
+    for plan, rope in skipping:
+        if all(rotated[id(other.recipe)] is not None for other, other_rope in skipping if rope.same(other_rope)):
+            plan.rotated_recipe = rotated[id(plan.recipe)]
+
+
+def _make_rotated(recipe: Recipe) -> Recipe | None:
+    position = recipe.position.for_rotated() if isinstance(recipe.position, FittedPosition) else None
+    # blocks are chosen by keys as they are cached elsewhere
+    return None if position is None or recipe.retrieve is not None else replace(recipe, position=position)
 
 
 class _FittedPosition(NamedTuple):

@@ -46,10 +46,12 @@ class LayoutCache:
 
     Attributes:
         sharded: whether the pass began with a part of a sequence, of which other processes have the rest.
+        paged: whether the pass is over a paged cache.
         traced: the layouts of the pass that is being traced, None outside of one.
     """
 
     sharded = False
+    paged = False
     traced: dict[Hashable, TracedLayout] | None = None
 
     def __init__(self, layer_count: int) -> None:

@@ -1,8 +1,9 @@
 """Attention over transformers' paged cache, where the requests of a step are one packed row (continuous batching).
 
-A step is one forward pass: new tokens of many requests side by side, and pages with the keys of each. Requests within
-the length at which a recipe is idle take the plain engine's own attention, bit for bit; the others are gathered into
-few calls of `isentrope.attention`, each with a layout that all layers of the step share.
+A step is one forward pass: new tokens of many requests side by side, and pages with the keys of each, rotated as in the
+plain model wherever a recipe keeps its frequencies. Requests within the length at which a recipe is idle take the plain
+engine's own attention, bit for bit and operation for operation; the others are gathered into few calls of
+`isentrope.attention`, each with a layout that all layers of the step share.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, Region
 from isentrope.hf.layer import Layer, LayerCall
+from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import PAGED_STEP
 
 MAX_PADDING = 2  # rows of one call have at least 1 / MAX_PADDING of the keys of its longest row
@@ -65,12 +67,14 @@ class Plan(NamedTuple):
     """What a step does in layers of one recipe.
 
     idle: which requests take the model's own attention.
+    mask: of that attention, None where no request takes it.
     gathered: which of the packed keys to gather, those of `batches` after the packed row itself where that is needed;
         None where the packed row is all that is needed.
     batches: calls under the recipe.
     """
 
     idle: list[bool]
+    mask: Tensor | None
     gathered: Tensor | None
     batches: list[Batch]
 
@@ -97,6 +101,7 @@ class Pages:
         self.position_ids = step.position_ids
         self.read_index = arguments["read_index"][group]
         self.values: dict[Hashable, Any] = {}
+        self.plans: dict[Hashable, Plan] = {}
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, computed once for the layers of the step."""
@@ -160,16 +165,22 @@ class Pages:
             visible |= (distance >= span.low) & (distance < span.high)
         return visible
 
-    def plan(self, layer: Layer, plain_allowed: bool) -> Plan:
+    def plan(self, layer: Layer, call: LayerCall) -> Plan:
         """Divide the requests among the model's own attention and calls under a layer's recipe."""
-        return self.cached(("plan", id(layer.recipe), plain_allowed), lambda: self._plan(layer, plain_allowed))
+        plain_allowed = call.sink_logits is None and layer.eager_attention is None
+        key = (id(layer.recipe), layer.native_mask, plain_allowed, call.query.dtype)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = self._plan(layer, plain_allowed, call.query.dtype)
+        return plan
 
-    def _plan(self, layer: Layer, plain_allowed: bool) -> Plan:
+    def _plan(self, layer: Layer, plain_allowed: bool, dtype: torch.dtype) -> Plan:
         _, keys, dropped = self.requests
         idle = [plain_allowed and layer.idle(length, gone > 0) for length, gone in zip(keys, dropped, strict=True)]
+        mask = self.get_mask(layer.native_mask.visible, dtype) if any(idle) else None
         active = [number for number, is_idle in enumerate(idle) if not is_idle]
         if not active:
-            return Plan(idle, None, [])
+            return Plan(idle, mask, None, [])
         first = self.total_keys if any(idle) else 0
         parts = [self.slots] if any(idle) else []
         batches = []
@@ -178,7 +189,7 @@ class Pages:
             batches.append(self._make_batch(numbers, width, first))
             parts.append(self._index_keys(numbers, width))
             first += len(numbers) * width
-        return Plan(idle, torch.cat(parts) if len(parts) > 1 else parts[0], batches)
+        return Plan(idle, mask, torch.cat(parts) if len(parts) > 1 else parts[0], batches)
 
     def _group(self, active: list[int], padded: bool) -> list[list[int]]:
         """Divide requests into those of equal shape; with `padded`, single queries over different numbers of keys."""
@@ -252,15 +263,15 @@ class PagedStep:
             The output (1, queries, heads, d).
         """
         pages = self._get_pages(call.module.layer_idx)  # type: ignore[arg-type]
-        plan = pages.plan(layer, call.sink_logits is None and layer.eager_attention is None)
+        plan = pages.plan(layer, call)
         key, value = self._update(call, pages, plan)
         if not plan.batches:
-            return _run_plain(layer, call._replace(key=key, value=value), pages, plan)
+            return _run_plain(layer, call, key, value, pages, plan)
         if plan.batches[0].whole:
             return self._run_batch(layer, call, plan.batches[0], key, value).flatten(0, 1)[None]
-        if any(plan.idle):
-            packed = call._replace(key=key[: pages.total_keys], value=value[: pages.total_keys])
-            out = _run_plain(layer, packed, pages, plan)
+        if plan.mask is not None:
+            row = slice(pages.total_keys)
+            out = _run_plain(layer, call, key[:, :, row], value[:, :, row], pages, plan)
         else:
             out = call.query.new_empty(1, pages.total_queries, call.query.shape[1], value.shape[-1])
         for batch in plan.batches:
@@ -275,12 +286,13 @@ class PagedStep:
 
     def _run_batch(self, layer: Layer, call: LayerCall, batch: Batch, key: Tensor, value: Tensor) -> Tensor:
         """Attend under the recipe in some requests, and return (requests, queries, heads, d)."""
-        rows = [x[batch.keys].unflatten(0, (batch.rows, -1)).transpose(1, 2) for x in (key, value)]
-        query = call.query[0][:, batch.queries].unflatten(1, (batch.rows, -1)).transpose(0, 1)
-        return layer.attend(call._replace(query=query, key=rows[0], value=rows[1], mask=None), batch.layout)
+        parts = [x[0, :, part] for x, part in ((call.query, batch.queries), (key, batch.keys), (value, batch.keys))]
+        query, key, value = (x.unflatten(1, (batch.rows, -1)).transpose(0, 1) for x in parts)
+        rows = call._replace(query=query, key=key, value=value, mask=None)
+        return layer.attend(rows, batch.layout, rotated=layer.rotated_recipe is not None)
 
     def _update(self, call: LayerCall, pages: Pages, plan: Plan) -> tuple[Tensor, Tensor]:
-        """Write new keys and values to the cache and gather those of a plan, (keys, heads, d) each."""
+        """Write new keys and values to the cache and gather those of a plan, (1, heads, keys, d) each."""
         # layers with a window read before they write, and mark new keys in the order of the packed row
         if plan.gathered is None:
             return _update_cache(self.cache, call, self.arguments)
@@ -288,7 +300,7 @@ class PagedStep:
             arguments = pages.cached(("arguments", id(plan)), lambda: self._make_arguments(pages, plan.gathered))
             return _update_cache(self.cache, call, arguments)
         key, value = _update_cache(self.cache, call, self.arguments)
-        return key.index_select(0, plan.gathered), value.index_select(0, plan.gathered)
+        return _gather(key, plan.gathered), _gather(value, plan.gathered)
 
     def _make_arguments(self, pages: Pages, gathered: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the cache that read some of the packed keys."""
@@ -297,23 +309,26 @@ class PagedStep:
         return self.arguments | {"read_index": indices}
 
 
-def _run_plain(layer: Layer, call: LayerCall, pages: Pages, plan: Plan) -> Tensor:
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """Return some of the keys, or values, in a tensor (1, heads, keys, d); in memory keys come first, as in pages."""
+    return x[0].transpose(0, 1).index_select(0, index).transpose(0, 1)[None]
+
+
+def _run_plain(layer: Layer, call: LayerCall, key: Tensor, value: Tensor, pages: Pages, plan: Plan) -> Tensor:
     """Run the model's own attention over the packed row, as the plain engine does: its rotation and SDPA.
 
     In the same row, for outputs that are the plain engine's bit for bit. Requests under the recipe are in it too, and
     their outputs are not used.
     """
-    query, key = call.query, call.key.transpose(0, 1)[None]
-    if layer.rope is not None:
+    query = call.query
+    if layer.rope is not None and layer.rotated_recipe is None:
         query = layer.rope.rotate(query, pages.position_ids, pages)
         if plan.batches and key.device.type == "cpu":  # elsewhere one launch for all keys is faster
             idle, positions = pages.cached(("idle", id(plan)), lambda: pages.find_keys(plan.idle))
             key = key.index_copy(2, idle, layer.rope.rotate(key[:, :, idle], positions, pages))
         else:
             key = layer.rope.rotate(key, pages.key_positions, pages)
-    mask = pages.get_mask(layer.native_mask.visible, query.dtype)
-    value = call.value.transpose(0, 1)[None]
-    return sdpa_attention_forward(call.module, query, key, value, mask, scaling=call.scaling, is_causal=False)[0]
+    return sdpa_attention_forward(call.module, query, key, value, plan.mask, scaling=call.scaling, is_causal=False)[0]
 
 
 def _find_group(cache: Any, layer_index: int) -> tuple[int, str]:
@@ -326,19 +341,19 @@ def _find_group(cache: Any, layer_index: int) -> tuple[int, str]:
 
 
 def _update_cache(cache: Any, call: LayerCall, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return what the cache reads for a call after it has written to it, (keys, heads, d) each."""
+    """Return what the cache reads for a call after it has written to it, (1, heads, keys, d) each."""
     states = {"key_states": call.key, "value_states": call.value, "layer_idx": call.module.layer_idx}
     if UPDATES_ARGUMENTS:
-        key, value = cache.update(**states, kwargs=arguments.copy())  # which it changes
-        return key[0].transpose(0, 1), value[0].transpose(0, 1)
+        return cache.update(**states, kwargs=arguments.copy())  # which it changes
     names = "read_index", "write_index"  # transformers before 5.20
     key, value = cache.update(**states, **{name: arguments[name] for name in names})
-    return key, value
+    return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
 
-def begin_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def begin_step(layouts: LayoutCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook on an extended model: describe a pass over a paged cache to its layers."""
-    if not isinstance(kwargs.get("cache"), PagedAttentionCache):
+    layouts.paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    if not layouts.paged:
         return None
     # transformers takes a mask of four dimensions as it is, and makes no other
     mask = torch.empty(1, 1, 0, 0, device=kwargs["position_ids"].device)

@@ -253,6 +253,32 @@ class FittedPosition(Position):
             return rescale_frequencies(inner, self.rope, length).to(device, dtype)
         return inner.rescale(self.rope.as_model(length=length), length, dtype, device)
 
+    def for_rotated(self) -> RotatedPosition | None:
+        """Return the method for queries and keys that the model has rotated, None where its frequencies are others."""
+        if not self.keeps_frequencies:
+            return None
+        return RotatedPosition(self.inner, self.rope, self.sinks, self.size, self.owner, self.keeps_frequencies)
+
+
+class RotatedPosition(FittedPosition):
+    """A method for queries and keys that the model has rotated to their own positions: what is left to rotate by."""
+
+    def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
+        branches = super().branches(query, key, heads, lengths)
+        keys = {id(branch.key): _subtract(branch.key, key) for branch in branches}  # shared where they were
+        return tuple(
+            replace(branch, query=_subtract(branch.query, query), key=keys[id(branch.key)]) for branch in branches
+        )
+
+
+def _subtract(position: Tensor | float | None, own: Tensor) -> Tensor | None:
+    """Return how far a position is from a token's own; None where it is that."""
+    if position is own:
+        return None
+    if position is None:
+        return -own
+    return position - (own[..., None] if isinstance(position, Tensor) and position.dim() > own.dim() else own)
+
 
 def fit_position(
     position: Position, rope: ModelRope, stream: tuple[int, int] | None, model_type: str, owner: nn.Module
