@@ -16,9 +16,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LIMITS = {
     "infoscale:train_length=16": (4, 4),
     "rope+infoscale:train_length=16": (22, 22),
-    "rerope:window=16": (47, 52),
-    "rerope:window=16+infoscale:train_length=16": (51, 56),
-    "selfextend:window=16,group=4": (56, 61),
+    "rerope:window=16": (47, 21),
+    "rerope:window=16+infoscale:train_length=16": (51, 23),
+    "selfextend:window=16,group=4": (56, 21),
     "rope+window:size=16": (25, 30),
     "rope+sink:sinks=2,size=16": (53, 37),
 }
@@ -65,12 +65,14 @@ def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):
         model = ise.extend(host.make_model(), "rerope:window=32+infoscale")
         with torch.no_grad():
             counts.append(host.count_operations(host.read_token(model)))
-    assert (counts[1] - counts[0]) / 2 <= 133
+    assert (counts[1] - counts[0]) / 2 <= 93
 
 
-@pytest.mark.parametrize(("lengths", "more"), [((5, 7, 9, 20), 27), ((80, 90, 100, 110), 114)])
+@pytest.mark.parametrize(
+    ("lengths", "more"), [((5, 7, 9, 20), 0), ((80, 90, 100, 110), 16), ((5, 9, 80, 110), 33), ((110,), 16)]
+)
 def test_layers_of_a_served_step_share_all_but_their_own_operations(host, lengths, more, monkeypatch):
-    """While four requests decode, against the plain model: rotation alone where a recipe is idle."""
+    """While requests decode, against the plain model: nothing more where a recipe is idle."""
     serving = importlib.import_module("serving")
     counts = []
     for recipe in (None, "rerope:window=32+infoscale"):

@@ -107,7 +107,7 @@ def test_every_package_has_a_level():
 
 
 def test_backends_import_neither_methods_nor_one_another():
-    parts = ("protocol", "merge", "merge_kernel", "cpu_tiles", "tile_kernels", "wide_matmul", "padding")
+    parts = ("protocol", "merge", "merge_kernel", "cpu_tiles", "one_query", "tile_kernels", "wide_matmul", "padding")
     shared = {f"isentrope.backends.{part}" for part in parts}
     delegating = {
         "band/backend.py": {"isentrope.backends.sdpa"},  # far keys, backward
@@ -130,6 +130,7 @@ def test_every_backend_implements_the_protocol():
     assert set(BACKENDS) == modules - {
         "__init__",
         "cpu_tiles",
+        "one_query",
         "merge",
         "merge_kernel",
         "padding",

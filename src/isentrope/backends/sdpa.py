@@ -2,8 +2,9 @@
 
 In unpadded rows a region is a few bands, and a band is one kernel: all pairs, a lower triangle (far keys are one, moved
 down by the window), or on a GPU a window of FlashAttention. Regions of whole chunks are batches of rectangles, one
-kernel each (`chunk_tiles`). On a CPU rows and documents are cut into tiles (`cpu_tiles`). Everything else goes in row
-chunks against the keys that the rows may see, with a mask for the chunk alone, so memory stays linear.
+kernel each (`chunk_tiles`). On a CPU rows and documents are cut into tiles (`cpu_tiles`), and one query sees near and
+far keys in one kernel (`one_query`). Everything else goes in row chunks against the keys that the rows may see, with a
+mask for the chunk alone, so memory stays linear.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.nn import functional as F
 
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput
-from isentrope.backends.tile_kernels import Tile, backward_tile, forward_tile, takes_fewer_key_heads
+from isentrope.backends.one_query import forward_one_query, plan_one_query
+from isentrope.backends.tile_kernels import ALL_PAIRS, Tile, backward_tile, forward_tile, takes_fewer_key_heads
 from isentrope.core.call import AttentionCall, FoldedBranch, RotatedBranch, is_causal, is_unmasked, split_region
 from isentrope.core.chunk_tiles import ChunkTiles, find_tiles, share_queries
 from isentrope.core.compile import can_run_triton, cuda_capability_major
@@ -27,7 +29,6 @@ from isentrope.core.position_columns import has_bias, takes_columns, widen_branc
 from isentrope.core.region import Band, Region
 
 MAX_HEAD_DIM = 256
-ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 MAX_MASK_ELEMENTS = 1 << 23
 MAX_MASKED_QUERIES = 16  # whose mask costs nothing
 MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
@@ -74,6 +75,8 @@ class SDPABackend(MergedBackend):
                 branch.q, branch.k, branch.v, is_causal=branch.causal, scale=branch.scale, enable_gqa=branch.groups > 1
             )
             return out, None
+        if (plan := plan_one_query(call)) is not None:
+            return forward_one_query(call, plan)
         return super().forward(call, need_lse)
 
     def share_masks(self, branches: list[FoldedBranch]) -> None:

@@ -16,6 +16,7 @@ from isentrope.core.region import Band
 aten = torch.ops.aten
 
 CUDNN = torch.backends.cudnn.version() or 0
+ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 
 
 class Tile(NamedTuple):
