@@ -16,6 +16,7 @@ from isentrope.core.region import Band
 aten = torch.ops.aten
 
 CUDNN = torch.backends.cudnn.version() or 0
+GROUPED_SIZE_MULTIPLE = 32  # of vectors whose heads kernels share
 ALL_PAIRS = Band(0, 0, 0, 0, inf, inf)  # of a tile with a mask
 
 
@@ -96,9 +97,12 @@ def _turn_around(tile: Tile) -> Tile:
 def takes_fewer_key_heads(tile: Tile) -> bool:
     """Return whether the kernel of a tile lets query heads share key heads: cuDNN and FlashAttention do.
 
-    PyTorch's own function hands them such keys as they are, forward and backward.
+    PyTorch's own function hands them such keys as they are, forward and backward. Asked of them only where that has
+    been tested on a GPU: several queries, whole blocks of a vector.
     """
-    return tile.q.is_cuda and torch.version.hip is None and (_takes_cudnn(tile) or _tile_takes_flash(tile))
+    tested = min(tile.q.shape[2], tile.k.shape[2]) > 1 and tile.q.shape[-1] % GROUPED_SIZE_MULTIPLE == 0
+    fused = tile.q.is_cuda and torch.version.hip is None and (_takes_cudnn(tile) or _tile_takes_flash(tile))
+    return tested and fused
 
 
 def _takes_cudnn(tile: Tile) -> bool:
