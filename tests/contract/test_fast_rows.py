@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from isentrope import dispatch
+from isentrope.backends.band import backend as band_backend
 from isentrope.backends.band.backend import _get_plan
 from isentrope.backends.band.intervals import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
+from isentrope.core.caching import clear_caches
 from isentrope.core.layout import Layout, Rows
 from isentrope.core.partial_layout import PartialLayout, RowTable
 from isentrope.core.switches import (
@@ -102,6 +104,20 @@ def test_backward_by_intervals_interpreted(text, rows, causal, every_switch):
 @pytest.mark.parametrize(("text", "rows", "causal"), BOTH_DIRECTIONS, ids=str)
 def test_both_directions_interpreted(text, rows, causal, every_switch):
     compare(text, make_setting(rows), causal, torch.float32, "cpu", gradients=True)
+
+
+@interprets
+def test_far_keys_on_both_sides_are_triangles_interpreted(monkeypatch):
+    monkeypatch.setattr(switches, "_on", DEFAULTS)
+    setting = make_setting("")
+    assert _get_plan(build(TEXTS[3], setting, False)) is None  # in short rows
+    monkeypatch.setattr(band_backend, "MIN_TURNED_QUERIES", 40)
+    clear_caches()  # plans, which do not know of this
+    before, after = (part.band for part in _get_plan(build(TEXTS[3], setting, False)).far)
+    assert before.causal and after.anticausal
+    with torch.no_grad():
+        compare(TEXTS[3], setting, False, torch.float32, "cpu", gradients=False)
+    clear_caches()
 
 
 @interprets

@@ -39,6 +39,7 @@ from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_EN
 
 MAX_SINKS = 64
 MAX_INTERVAL_Q_ELEMENTS = 1 << 30  # of several branches, whose outputs are held two at a time: 2 GiB each
+MIN_TURNED_QUERIES = 12288  # from here on turning tensors around for an upper triangle costs less than it gains
 AMPERE, HOPPER = 8, 9  # major compute capability
 
 
@@ -220,8 +221,8 @@ def _make_plan(call: AttentionCall) -> BandPlan | None:
     if not layout.plain:
         return None
     regions = tuple(branch.region for branch in call.branches)
-    many = layout.queries > MAX_MASKED_QUERIES
-    rectangles, both = many and is_on(BAND_CHUNKED_PREFILL), many and is_on(BAND_ROWS)
+    rectangles = is_on(BAND_CHUNKED_PREFILL) and layout.queries > MAX_MASKED_QUERIES
+    both = is_on(BAND_ROWS) and layout.queries >= MIN_TURNED_QUERIES
     key = ("band plan", rectangles, both, *regions)
     return layout.cached(key, lambda: plan_band(regions, layout.queries, layout.keys, rectangles, both))
 
