@@ -16,16 +16,21 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SWITCHES_FILE = "2026-11-17-h200-targets.json"
+FIRST_CALLS = "2026-11-17-h200-targets.json"
+TARGETS = "2026-11-17-h200-targets-2.json"
+MILLION = "2026-11-17-h200-million.json"
 FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each; all where none is named
     "2026-11-16-h200-8.json": (),
     "2026-11-16-h200-retrieve.json": (),
     "2026-11-16-h200-share.json": (),
     "2026-11-16-h200-frontier.json": (),
     "2026-11-16-h200-frontier-2.json": (),
-    SWITCHES_FILE: ("first call",),  # another training ran on the same GPU, so that other ratios are upper bounds
+    FIRST_CALLS: ("first call",),  # another training ran on the same GPU, so that other ratios are upper bounds
+    "2026-11-17-h200-decoding.json": (),
+    TARGETS: (),
 }
 MISSING = "Not measured yet."
+SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default
 NEAR_AND_FAR = ("ReRoPE", "Leaky ReRoPE", "SelfExtend")
 DECODED = ("ReRoPE 4096 + InfoScale", "InfoScale", "SelfExtend 4096/8 + InfoScale")
 GRAPH, EAGER = (tuple(f"{x}, batch {n}, {how}" for x in DECODED for n in (1, 8)) for how in ("graph", "eager"))
@@ -34,16 +39,18 @@ SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[int, ...]], ...] = (
     ("InfoScale with RoPE, PI or YaRN, or with cosine scores, prompts from 16,384 tokens", "attention",
      ("InfoScale", "CosScale"), (16384, 32768, 131072)),
     ("ReRoPE, SelfExtend, window 1024, prompt of 4,096 tokens", "attention",
-     ("ReRoPE 1024", "SelfExtend 1024/"), (4096,)),
+     ("ReRoPE 1024", "SelfExtend 1024/8"), (4096,)),
     ("ReRoPE, Leaky ReRoPE, SelfExtend, prompt of 32,768 tokens", "attention", NEAR_AND_FAR, (32768,)),
     ("the same, 131,072 tokens", "attention", NEAR_AND_FAR, (131072,)),
     ("a share law on top of them", "share", ("",), (16384, 32768, 131072)),
     ("a window, StreamingLLM, LM-Infinite, relative to FlexAttention's own window", "window", ("",), (32768, 131072)),
-    ("ALiBi, before `alibi-columns`", "attention", ("ALiBi",), (32768, 131072)),
+    ("ALiBi, 32,768 and 131,072 tokens", "attention", ("ALiBi",), (32768, 131072)),
     ("`retrieve` with `pool=8`, prompt of 131,072 tokens", "retrieve", ("ReRoPE, queries=32,pool=8",), (131072,)),
     ("forward and backward, InfoScale", "backward", ("InfoScale",), (16384,)),
     ("forward and backward, ReRoPE 1024", "backward", ("ReRoPE 1024",), (16384,)),
-    ("entropy as well, relative to the same call without, before `band-entropy`", "entropy", ("",), (32768,)),
+    ("entropy as well, relative to the same call without", "entropy", ("",), (32768,)),
+    ("padded rows, relative to as many tokens in equal rows", "rows", ("ReRoPE 1024, padded", "window 1024, padded"),
+     (8192,)),
     ("one token with a CUDA graph, cache of 32,768 keys, relative to the plain model", "decoding", GRAPH, (32768,)),
     ("one token without a graph", "decoding", EAGER, (32768,)),
 )  # fmt: skip
@@ -72,9 +79,9 @@ def render_benchmark_summary() -> str:
     """Print the lines of `SUMMARY` that are measured, on kernels that are on."""
     lines = ["| | time relative to plain attention |", "|---|---|"]
     for words, group, begins, lengths in SUMMARY:
-        ratios = [
-            row["ratio"] for row in _choose(group, begins) if row["n"] in lengths and "with " not in row["method"]
-        ]
+        chosen = [row for row in _choose(group, begins) if row["n"] in lengths and not _is_switched(row)]
+        named = [row for row in chosen if row["method"] in begins]
+        ratios = [row["ratio"] for row in named or chosen]
         if ratios:
             lines.append(f"| {words} | {format_range(ratios)} |")
     return "\n".join(lines) + "\n"
@@ -90,7 +97,7 @@ def render_benchmark_ratios(groups: str, *words: str) -> str:
     begins = tuple(word.replace("_", " ") for word in words if not word.isdecimal())
     only = {int(word) for word in words if word.isdecimal()}
     chosen = _choose(groups.replace("_", " "), begins or ("",))
-    rows = [row for row in chosen if not only or row["n"] in only]
+    rows = [row for row in chosen if (not only or row["n"] in only) and not _is_switched(row)]
     if not rows:
         return f"{MISSING}\n"
     lengths = sorted({row["n"] for row in rows})
@@ -100,6 +107,8 @@ def render_benchmark_ratios(groups: str, *words: str) -> str:
         "relative to": lambda row: row["baseline"],
     }
     more = {name: read for name, read in more.items() if any(read(row) is not None for row in rows)}
+    if any(row.get("of_peak") is None for row in rows):
+        more.pop("of the card's peak", None)
     if len({row["baseline"] for row in rows}) == 1:
         more.pop("relative to", None)  # the text says so once
     lines = [
@@ -117,12 +126,18 @@ def render_benchmark_ratios(groups: str, *words: str) -> str:
 def render_benchmark_switches() -> str:
     """Print what each switch changes: time with it, divided by that of the same call without, which took turns."""
     lines = ["| switch | call | tokens | with ÷ without |", "|---|---|---|---|"]
-    for row in json.loads((RESULTS / SWITCHES_FILE).read_text(encoding="utf-8"))["rows"]:
-        method, _, switch = row["method"].rpartition(", with ")
-        ratio = row["ratio"] if row["group"] == "retrieve" else row.get("of_default")
-        if ratio is not None:
-            call = f"{row['group']}: {method}" if row["group"] in ("backward", "entropy", "bidirectional") else method
-            lines.append(f"| `{switch.replace('+', '` and `')}` | {call} | {row['n']:,} | {ratio:.2f} |")
+    rows = json.loads((RESULTS / TARGETS).read_text(encoding="utf-8"))["rows"]
+    names = {(row["group"], row["n"], row["method"]) for row in rows}
+    for row in rows:
+        if row.get("of_without") is None:
+            continue
+        method, _, switch = row["method"].rpartition(f"{SWITCHED} ")
+        if not method:  # on by default: the row before it is the one without
+            method, without = row["method"], f"{row['method']}{SWITCHED}out "
+            known = (name for group, n, name in names if (group, n) == (row["group"], row["n"]))
+            switch = next(name.removeprefix(without) for name in known if name.startswith(without))
+        call = f"{row['group']}: {method}" if row["group"] in ("backward", "entropy", "bidirectional") else method
+        lines.append(f"| `{switch.replace('+', '` and `')}` | {call} | {row['n']:,} | {row['of_without']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -138,6 +153,22 @@ def render_benchmark_decoding() -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_benchmark_million() -> str:
+    """Print what each way to read a million tokens takes, relative to the plain model and to its own cache."""
+    ways = json.loads((RESULTS / MILLION).read_text(encoding="utf-8"))["ways"]
+    titles = "seconds", "time, × plain", "memory above the weights, × the cache", "perplexity, last half", "ms a token"
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    for name, way in ways.items():
+        recipe = name if way["recipe"] is None else f"{name}: `{way['recipe']}`"
+        cells = [f"{way['seconds']:.1f}", f"{way['seconds'] / ways['plain']['seconds']:.3f}"]
+        constant = way["cache_bytes"] < ways["plain"]["cache_bytes"]  # no longer than the window
+        memory = f"{way['peak_bytes'] / 2**30:.1f} GiB" if constant else f"{way['peak_bytes'] / way['cache_bytes']:.3f}"
+        perplexity = f"{way['positions'][-1]['perplexity']:,.4g}"
+        cells += [memory, perplexity, f"{1000 * way['seconds_per_token']:.0f}"]
+        lines.append(f"| {' | '.join((recipe, *cells))} |")
+    return "\n".join(lines) + "\n"
+
+
 def render_benchmark_files() -> str:
     """Print the files that the page is from, each with its hardware, torch, date and commit."""
     lines = []
@@ -146,6 +177,10 @@ def render_benchmark_files() -> str:
         facts = f"{made['hardware']}, torch {made['torch'].partition('+')[0]}, {made['date']}, `{made['commit']}`"
         lines.append(f"- [{name}](../benchmarks/results/{name}): {facts}")
     return "\n".join(lines) + "\n"
+
+
+def _is_switched(row: Row) -> bool:
+    return SWITCHED in row["method"] and row["group"] != "first call"  # there they are what is now the default
 
 
 def _choose(groups: str, begins: tuple[str, ...]) -> list[Row]:

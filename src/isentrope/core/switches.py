@@ -28,8 +28,7 @@ SWITCHES = {
     BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
     ONE_QUERY: "one query that chooses far keys in two launches",
 }
-# by benchmarks/results/2026-11-17-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed;
-# slopes are not either, but read a part of the keys that columns do
+# by benchmarks/results/2026-11-17-h200-targets-2.json: the backward is slower than PyTorch's, pointers are not timed
 DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 
