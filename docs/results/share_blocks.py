@@ -191,6 +191,7 @@ FIT_NAMES |= {"layer": "fitted by layer", "head": "fitted by head"}
 def render_share_fits() -> str:
     """Print held-out perplexity beyond the training length against the closed law, of each fitted model."""
     names = {"the Llama that ships": "llama-calibrate", "stories15M": "stories15M-calibrate"}
+    names["TinyLlama"] = "tinyllama-calibrate"
     rows: dict[str, list[str]] = {name: [] for name in FITS}
     for folder in names.values():
         data = json.loads((HERE / "share" / folder / "calibrate.json").read_text(encoding="utf-8"))
