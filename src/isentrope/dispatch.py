@@ -24,6 +24,7 @@ from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
+from isentrope.core.rotation import is_transformed
 from isentrope.core.switches import list_switches
 from isentrope.core.tracing import can_share_in_graph
 from isentrope.entropy import compute_entropy, set_entropy_tau
@@ -119,6 +120,8 @@ def _make_choice_key(call: AttentionCall) -> tuple[Any, ...]:
     q, k, v = call.q, call.k, call.v
     contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     state = call.needs_grad, call.dropout is None, values_are_readable(q), list_switches()
+    if not torch.compiler.is_compiling() and is_transformed():
+        state = *state, "transformed"
     return q.shape[0], k.shape[1], v.shape[3], contiguous, *state
 
 

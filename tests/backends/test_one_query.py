@@ -90,3 +90,9 @@ def test_keys_are_left_as_they_are(plans):
     with torch.no_grad():
         ise.attention(k[:, :, :1], k, k, "selfextend:window=8,group=4", causal=True, backend="sdpa")
     assert plans and torch.equal(k, before)
+
+
+def test_no_rows_take_other_kernels(plans):
+    q, k, v = (torch.randn(0, 4, n, 8) for n in (1, KEYS, KEYS))
+    out = ise.attention(q, k, v, RECIPES[0], causal=True, lengths=torch.zeros(0, dtype=torch.int64))
+    assert out.shape == (0, 4, 1, 8) and not plans

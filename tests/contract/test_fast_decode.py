@@ -39,6 +39,16 @@ def test_interpreted_decoding_merges_more_splits_than_there_are_keys_for(text, m
     assert error(actual, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (9, 9)])
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_blocks_of_decoding_fit_a_multiprocessor(d, heads, kv_heads):
+    q, k, v = Setting(1, 700, heads=heads, kv_heads=kv_heads, d=d, dv=d).tensors(torch.bfloat16, "cuda")
+    for text in ("rope", "rerope:window=24"):
+        truth = attention(q.double(), k.double(), v.double(), text, causal=True, backend="reference")
+        assert error(attention(q, k, v, text, causal=True, backend="decode"), truth) < 2e-2
+
+
 @pytest.mark.skipif(not compiled.HAS_TRITON, reason="needs Triton")
 def test_splits_of_decoding_fill_the_multiprocessors():
     from isentrope.backends.decode.kernel import count_splits, share_heads

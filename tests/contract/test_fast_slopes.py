@@ -7,6 +7,7 @@ from math import inf, log
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from isentrope import dispatch
 from isentrope.builder import Inputs, build_call
@@ -244,3 +245,17 @@ def test_slopes_of_long_rows(keys, dtype):
             out = attention(q, k, v, "alibi", causal=True, backend=backend)
         off[backend] = (out[:, :, tail].double() - truth).norm() / truth.norm()
     assert off["band"] <= 2 * max(off["flex"].item(), torch.finfo(dtype).eps / 2), off
+
+
+@interprets
+def test_tangents_are_refused_interpreted():
+    """A launch would drop them without a word; a backend chosen before does not stay."""
+    q, k, v = SMALL.tensors(torch.float32)
+    options = {"causal": True, "return_lse": True}
+    assert attention(q, k, v, "alibi", **options)[1].backend == "band"
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ValueError, match="forward-mode"):
+            attention(dual, k, v, "alibi", backend="band", **options)
+        call = build_call(Inputs(dual, k, v, causal=True), recipe_of("alibi"))
+        assert dispatch.choose_backend(call, "auto").name != "band"

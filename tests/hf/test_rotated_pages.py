@@ -50,7 +50,7 @@ def test_passes_without_pages_are_unrotated_after_a_step():
     ids = torch.arange(3, 80)[None]
     with torch.no_grad():
         before = model(ids).logits
-        model.model.layers[0].self_attn.isentrope.layouts.paged = True
+        model.model.layers[0].self_attn.isentrope.layouts.set_paged(True)
         assert torch.equal(model(ids).logits, before)
 
 

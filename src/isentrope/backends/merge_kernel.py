@@ -35,6 +35,8 @@ def launch(parts: Sequence[TileOutput], shape: tuple[int, int, int]) -> tuple[Te
     parts = [part if part.out.stride(-1) == 1 else part._replace(out=part.out.contiguous()) for part in parts]
     out = parts[0].out.new_empty(batch, heads, queries, size)
     lse = out.new_empty(batch, heads, queries, dtype=torch.float32)
+    if batch == 0:
+        return out, lse
     aligned = all(stride % ALIGNMENT == 0 for part in parts for stride in part.out.stride()[:3])
     unit = ALIGNMENT if aligned else 1
     # on the device, where a kernel is not compiled anew for other lengths

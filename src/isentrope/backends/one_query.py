@@ -44,6 +44,8 @@ def plan_one_query(call: AttentionCall) -> QueryPlan | None:
         return None
     if any(x.stride(-1) != 1 for x in (call.q, call.k, call.v)):
         return None
+    if call.q.numel() == 0:
+        return None
     return call.layout.cached(("one query", *call.branches), lambda: _make_plan(call))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from isentrope.core.call import AttentionCall
 from isentrope.core.compile import can_run_triton
+from isentrope.core.rotation import is_transformed
 
 TRITON_HEAD_DIMS = (32, 64, 128, 256)
 
@@ -52,6 +54,8 @@ def triton_refusal(call: AttentionCall, takes_slopes: bool = False) -> str | Non
     q, k, v, rotations = call.q, call.k, call.v, call.rotations
     if not can_run_triton(q):
         return "it needs Triton and a GPU"
+    if not torch.compiler.is_compiling() and is_transformed():
+        return "it has no forward-mode derivative, and is not for torch.func"
     if q.shape[-1] not in TRITON_HEAD_DIMS or v.shape[-1] not in TRITON_HEAD_DIMS:
         sizes = ", ".join(map(str, TRITON_HEAD_DIMS))
         return f"it takes head sizes {sizes}, got {q.shape[-1]} and {v.shape[-1]}"

@@ -65,7 +65,7 @@ def rotate_and_scale(
         return x
     cos, sin = (None, None) if angles is None else angles
     if _has_kernel(x, cos, tau, normalise, interleaved):
-        differentiated = (x.requires_grad and torch.is_grad_enabled()) or _is_transformed()
+        differentiated = (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
         run = RotateAndScale.apply if differentiated else _launch
         return run(x, cos, sin, tau, normalise)
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
@@ -87,7 +87,7 @@ def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bo
 
 def can_rotate_in_kernel(x: Tensor, angles: Angles | None, tau: Tensor | None, interleaved: bool) -> bool:
     """Return whether `rotate_and_scale` and `rotate_back` launch one kernel for x, or leave it as it is."""
-    if _is_transformed():
+    if is_transformed():
         return False
     return (angles is None and tau is None) or _has_kernel(x, angles and angles[0], tau, False, interleaved)
 
@@ -99,7 +99,7 @@ def rotate_back(grad: Tensor, angles: Angles | None, tau: Tensor | None, total: 
     return _launch(grad, cos, sin, tau, normalise=False, inverse=True, total=total)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether forward-mode AD or torch.func is active: a Function raises there, a bare launch would not."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -190,14 +190,14 @@ def _rotates_in_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
         return False
     if 2 * cos.shape[-1] != x.shape[-1] or x.stride(-1) != 1 or cos.stride(-1) != 1:
         return False
-    return not (_is_transformed() or (torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad)))
+    return not (is_transformed() or (torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad)))
 
 
 def _rotates_in_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
     """Return whether both halves may be written where they belong: on a CPU, nothing differentiated or traced."""
     if interleaved or torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype != cos.dtype:
         return False
-    if type(x) is not Tensor or type(cos) is not Tensor or _is_transformed():
+    if type(x) is not Tensor or type(cos) is not Tensor or is_transformed():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad):
         return False

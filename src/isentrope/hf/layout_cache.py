@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -46,17 +47,17 @@ class LayoutCache:
 
     Attributes:
         sharded: whether the pass began with a part of a sequence, of which other processes have the rest.
-        paged: whether the pass is over a paged cache.
+        paged_threads: those whose current pass is over a paged cache, as a server's is beside other passes.
         traced: the layouts of the pass that is being traced, None outside of one.
     """
 
     sharded = False
-    paged = False
     traced: dict[Hashable, TracedLayout] | None = None
 
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
         self.entries = dict[Hashable, CachedLayout]()
+        self.paged_threads = set[int]()
         register_owner(self)
 
     def get(
@@ -99,6 +100,19 @@ class LayoutCache:
             entry.layer_index = index
             self.entries[kind] = entry
         return entry.layout
+
+    def set_paged(self, paged: bool) -> None:
+        """Note whether the pass of this thread is over a paged cache."""
+        if paged:
+            self.paged_threads.add(threading.get_ident())
+        elif self.paged_threads:
+            self.paged_threads.discard(threading.get_ident())
+
+    @property
+    def paged(self) -> bool:
+        """Whether the pass of this thread is over a paged cache."""
+        # the first test is all that a graph traces: such passes are not compiled
+        return len(self.paged_threads) > 0 and threading.get_ident() in self.paged_threads
 
     def begin_pass(self, module: nn.Module, args: Any) -> None:
         """A hook on the model, before it runs."""

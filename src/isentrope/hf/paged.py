@@ -352,8 +352,9 @@ def _update_cache(cache: Any, call: LayerCall, arguments: dict[str, Any]) -> tup
 
 def begin_step(layouts: LayoutCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook on an extended model: describe a pass over a paged cache to its layers."""
-    layouts.paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
-    if not layouts.paged:
+    paged = isinstance(kwargs.get("cache"), PagedAttentionCache)
+    layouts.set_paged(paged)
+    if not paged:
         return None
     # transformers takes a mask of four dimensions as it is, and makes no other
     mask = torch.empty(1, 1, 0, 0, device=kwargs["position_ids"].device)

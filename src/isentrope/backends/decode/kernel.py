@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 # By head size d. A block has vectors · 4d bytes of k and v in 16 bits, and keys · 4d of angles where it rotates. With
 # two of 32 + 8 KB per program and two programs, 80 KB are on their way to a multiprocessor while the others are read:
 # its share of 4.8 TB/s times a latency of 1 µs is 36 KB. `benchmarks/decode_blocks.py` times other shapes.
-SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 3, 4, 2), 256: Blocks(64, 3, 4, 1)}
+SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 3, 4, 2), 256: Blocks(32, 3, 4, 1)}
 CONSUMER_BLOCKS = {
     32: Blocks(128, 3, 4, 2), 64: Blocks(64, 3, 4, 2), 128: Blocks(32, 3, 4, 2), 256: Blocks(16, 3, 2, 1),
 }  # fmt: skip
@@ -114,7 +114,7 @@ def launch(
         (
             *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *broadcast_strides(bounds, 0),
             *[stride for x in factors for stride in broadcast_strides(x, 0, 1)],
-            *angle_strides, scale, kv_heads // together, splits,
+            *angle_strides, float(scale), kv_heads // together, splits,
         ),
         {
             "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
@@ -138,7 +138,8 @@ def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
     if device.type != "cuda":
         return MULTIPROCESSORS, SERVER_BLOCKS
     properties = torch.cuda.get_device_properties(device)
-    large = properties.shared_memory_per_block_optin > MIN_SHARED_MEMORY_BYTES
+    # AMD's cards do not say
+    large = getattr(properties, "shared_memory_per_block_optin", 0) > MIN_SHARED_MEMORY_BYTES
     return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
 
 
