@@ -119,9 +119,8 @@ def _make_choice_key(call: AttentionCall) -> tuple[Any, ...]:
     """Return what the choice depends on besides the layout, the branches and the heads, size and dtype of q."""
     q, k, v = call.q, call.k, call.v
     contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    state = call.needs_grad, call.dropout is None, values_are_readable(q), list_switches()
-    if not torch.compiler.is_compiling() and is_transformed():
-        state = *state, "transformed"
+    transformed = not torch.compiler.is_compiling() and is_transformed()
+    state = call.needs_grad, call.dropout is None, values_are_readable(q), list_switches(), transformed
     return q.shape[0], k.shape[1], v.shape[3], contiguous, *state
 
 
