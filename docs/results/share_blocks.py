@@ -190,11 +190,14 @@ FIT_NAMES |= {"layer": "fitted by layer", "head": "fitted by head"}
 
 def render_share_fits() -> str:
     """Print held-out perplexity beyond the training length against the closed law, of each fitted model."""
-    names = {"the Llama that ships": "llama-calibrate", "stories15M": "stories15M-calibrate"}
-    names["TinyLlama"] = "tinyllama-calibrate"
+    names = {
+        "the Llama that ships": "llama-calibrate/calibrate.json",
+        "stories15M": "stories15M-calibrate/calibrate.json",
+        "TinyLlama": "tinyllama-calibrate/unfinished.json",
+    }
     rows: dict[str, list[str]] = {name: [] for name in FITS}
-    for folder in names.values():
-        data = json.loads((HERE / "share" / folder / "calibrate.json").read_text(encoding="utf-8"))
+    for file in names.values():
+        data = json.loads((HERE / "share" / file).read_text(encoding="utf-8"))
         candidates: dict[str, dict[str, Any]] = {candidate["name"]: candidate for candidate in data["candidates"]}
         for name, cells in rows.items():
             against = candidates.get(name, {}).get("against", {}).get("closed")
