@@ -107,7 +107,17 @@ def test_every_package_has_a_level():
 
 
 def test_backends_import_neither_methods_nor_one_another():
-    parts = ("protocol", "merge", "merge_kernel", "cpu_tiles", "one_query", "tile_kernels", "wide_matmul", "padding")
+    parts = (
+        "protocol",
+        "merge",
+        "merge_kernel",
+        "cpu_tiles",
+        "one_query",
+        "tile_kernels",
+        "wide_matmul",
+        "padding",
+        "softmax_kernel",
+    )
     shared = {f"isentrope.backends.{part}" for part in parts}
     delegating = {
         "band/backend.py": {"isentrope.backends.sdpa"},  # far keys, backward
@@ -132,6 +142,7 @@ def test_every_backend_implements_the_protocol():
         "cpu_tiles",
         "one_query",
         "merge",
+        "softmax_kernel",
         "merge_kernel",
         "padding",
         "protocol",

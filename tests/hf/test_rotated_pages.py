@@ -45,7 +45,7 @@ def test_windowed_layers_keep_their_own_rotation():
 
 
 def test_passes_without_pages_are_unrotated_after_a_step():
-    """The rotary module is told by every pass what it is."""
+    """Every pass sets anew whether the rotary module rotates."""
     model = extended("rerope:window=16")
     ids = torch.arange(3, 80)[None]
     with torch.no_grad():

@@ -97,8 +97,8 @@ def _turn_around(tile: Tile) -> Tile:
 def takes_fewer_key_heads(tile: Tile) -> bool:
     """Return whether the kernel of a tile lets query heads share key heads: cuDNN and FlashAttention do.
 
-    PyTorch's own function hands them such keys as they are, forward and backward. Asked of them only where that has
-    been tested on a GPU: several queries, whole blocks of a vector.
+    PyTorch's own function hands them such keys as they are, forward and backward. Used only where a GPU has
+    tested it: several queries, head sizes in whole blocks.
     """
     tested = min(tile.q.shape[2], tile.k.shape[2]) > 1 and tile.q.shape[-1] % GROUPED_SIZE_MULTIPLE == 0
     fused = tile.q.is_cuda and torch.version.hip is None and (_takes_cudnn(tile) or _tile_takes_flash(tile))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from isentrope.backends.band.copy_engine import describe_blocks
 from isentrope.backends.band.slopes_kernel import find_reach
-from isentrope.backends.band.softmax_kernel import accumulate, move_gap
 from isentrope.backends.merge import PartialOutput
+from isentrope.backends.softmax_kernel import accumulate, move_gap
 from isentrope.core.caching import MAX_DEVICES, bounded_cache
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.launching import launch_kernel, next_power_of_2

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from isentrope.backends.merge import PartialOutput
+from isentrope.backends.softmax_kernel import accumulate
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import device_context
 
@@ -62,8 +63,8 @@ def _choose_shape(branch: FoldedBranch, rows: int, block_size: int) -> tuple[int
 
 
 @triton.jit
-def _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible, k_row, v_row, scale, lane, value_lane,
-                MASKED: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
+def _attend_keys(row_max, row_sum, acc, q_block, k, v, column, visible, k_row, v_row, scale, lane, value_lane,
+                 MASKED: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
     """Add some keys to the running softmax: of those that are not -1, a row sees `visible`; or all (not MASKED)."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     inside = (column >= 0)[:, None]
@@ -77,14 +78,8 @@ def _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible, k_row, v_
     scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision) * scale
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    anchor = new_max
-    if MASKED:  # a row may not have seen a key yet
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weight = tl.exp2(scores - anchor[:, None])
-    decay = tl.exp2(row_max - anchor)
-    acc = tl.dot(weight.to(v_block.dtype), v_block, acc * decay[:, None], input_precision=precision)
-    return new_max, row_sum * decay + tl.sum(weight, 1), acc
+    row_max, row_sum, acc, _ = accumulate(row_max, row_sum, acc, 0.0, scores, v_block, IEEE, MASKED, False)
+    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "count", "lead", "window"])
@@ -129,20 +124,20 @@ def _attend_group(
         column = tl.load(index + step // PARTS) * BLOCK_SIZE + within
         if BLOCK_SIZE % COLUMNS != 0:
             column = tl.where(within < BLOCK_SIZE, column, -1)
-        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, (column >= 0)[None, :],
+        row_max, row_sum, acc = _attend_keys(row_max, row_sum, acc, q_block, k, v, column, (column >= 0)[None, :],
                                             k_row, v_row, scale, lane, value_lane, BLOCK_SIZE % COLUMNS != 0,
                                             IEEE)  # fmt: skip
     for start in tl.range(0, tl.minimum(FIRST_BLOCK * BLOCK_SIZE, stop), COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         column = tl.where(column < tl.minimum(FIRST_BLOCK * BLOCK_SIZE, stop), column, -1)
         visible = (column >= 0)[None, :] & (column[None, :] <= last_far[:, None])
-        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible,
+        row_max, row_sum, acc = _attend_keys(row_max, row_sum, acc, q_block, k, v, column, visible,
                                             k_row, v_row, scale, lane, value_lane, True, IEEE)  # fmt: skip
     for start in tl.range(end_block * BLOCK_SIZE, stop, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         column = tl.where(column < stop, column, -1)
         visible = (column >= 0)[None, :] & (column[None, :] <= last_far[:, None])
-        row_max, row_sum, acc = _accumulate(row_max, row_sum, acc, q_block, k, v, column, visible,
+        row_max, row_sum, acc = _attend_keys(row_max, row_sum, acc, q_block, k, v, column, visible,
                                             k_row, v_row, scale, lane, value_lane, True, IEEE)  # fmt: skip
 
     seen = row_sum > 0

@@ -1,4 +1,4 @@
-"""The running softmax of the band kernel, and the sum that its entropy needs."""
+"""The running softmax of Triton kernels, and the sum that an entropy needs. Imported only where Triton is installed."""
 
 # mypy: ignore-errors
 from __future__ import annotations
