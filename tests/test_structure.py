@@ -24,7 +24,7 @@ LEVELS = (
     ("version",),
     ("utils",),
     ("core", "parts"),
-    ("head_tables",),
+    ("head_tables", "gguf_tokenizer"),
     ("scores", "masks", "temperatures", "positions", "share", "retrieve", "theory"),
     ("recipe", "backends", "pretrained"),
     ("builder", "entropy"),

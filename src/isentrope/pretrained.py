@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from transformers.utils.hub import cached_file
 
 from isentrope.core.dtypes import choose_load_dtype, parse_dtype
+from isentrope.gguf_tokenizer import match_gguf
 from isentrope.utils.files import read_fields, read_json
 
 REFETCH_REMEDY = "fetch or save it again"
@@ -189,9 +190,18 @@ def read_tokenizer(name: str | Path, *, to_save: bool = False, **options: Any) -
 
     One that is to be saved again keeps every setting, and warns when it decodes.
     """
+    if gguf_file := options.get("gguf_file"):
+        with read_gguf_once():
+            tokenizer = _read_tokenizer(name, options)
+            match_gguf(tokenizer, cached_file(name, gguf_file))
+    else:
+        tokenizer = _read_tokenizer(name, options)
+    return tokenizer if to_save else _without_warning(tokenizer)
+
+
+def _read_tokenizer(name: str | Path, options: dict[str, Any]) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        return tokenizer if to_save else _without_warning(tokenizer)
+        return AutoTokenizer.from_pretrained(name, **options)
     except ImportError:
         raise
     except Exception as error:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from math import exp, log
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from isentrope.evaluation.texts import Text, load_texts
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.tables.perplexity import build_perplexity_table
+from tests.fixtures.generation import gemma
 from tests.fixtures.models import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")
@@ -47,6 +49,18 @@ def test_losses_are_those_of_the_logits(monkeypatch):
     for entries in (1 << 26, 97 * 7, 1):  # logits of all tokens, of seven, of one at a time
         monkeypatch.setattr(perplexity, "MAX_LOGITS", entries)
         torch.testing.assert_close(token_losses(model, ids), expected)
+
+
+def test_a_plain_model_with_windows_reads_long_texts_without_a_mask_of_all_pairs(monkeypatch):
+    model, ids = gemma(), tokens(1, 100)[0] % 60
+    expected = token_losses(model, ids)
+    monkeypatch.setattr(perplexity, "MAX_MASK", 700)  # seven tokens at a time
+    assert perplexity.builds_mask(model, len(ids)) and not perplexity.builds_mask(llama(), len(ids))
+    with patch.object(perplexity, "read_in_chunks", wraps=perplexity.read_in_chunks) as read:
+        torch.testing.assert_close(token_losses(model, ids), expected, atol=1e-4, rtol=1e-4)
+        ise.extend(model, "rerope:window=16")
+        token_losses(model, ids)
+    assert read.call_count == 1  # extended models build none
 
 
 def test_a_model_that_changes_its_logits_is_refused(tmp_path):

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.evaluation.loading import identify_model
@@ -24,6 +24,7 @@ from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mea
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
+from isentrope.hf.extend import find_extension
 from isentrope.hf.introspection import introspect_once
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.pretrained import check_finite
@@ -33,6 +34,7 @@ from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
 
 MAX_LOGITS = 1 << 26  # entries of the logits in memory at a time
+MAX_MASK = 1 << 32  # entries of the mask of a model that is not extended, likewise
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,29 @@ def summarize_error(error: Exception) -> str:
 def token_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Compute -ln p of every token but the first, (tokens - 1,) in fp32, without a table of all logits."""
     with torch.inference_mode():
-        return differentiable_losses(model, tokens)
+        if not builds_mask(model, len(tokens)):
+            return differentiable_losses(model, tokens)
+        ids = tokens.to(model.device)[None]
+        hidden = read_in_chunks(model, ids)[0]
+        return losses_from_hidden(model, hidden[:-1], ids[0, 1:])
+
+
+def builds_mask(model: PreTrainedModel, length: int) -> bool:
+    """Return whether transformers' own attention would build a mask of length × length that takes gigabytes.
+
+    It does where some layers have a window. Extended models have none.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return "sliding_attention" in kinds and length * length > MAX_MASK and find_extension(model) is None
+
+
+def read_in_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Compute the hidden states (batch, tokens, size) chunk after chunk with a cache: the same up to rounding."""
+    decoder, cache = get_decoder(model), DynamicCache(config=model.config)
+    chunks = ids.split(max(1, MAX_MASK // ids.shape[1]), dim=1)
+    return torch.cat(
+        [decoder(input_ids=chunk, past_key_values=cache, use_cache=True).last_hidden_state for chunk in chunks], dim=1
+    )
 
 
 def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:
