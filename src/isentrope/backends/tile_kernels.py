@@ -68,6 +68,8 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     if _takes_cudnn(tile) and not band.anticausal:
+        # PyTorch keeps cuDNN's graphs by the strides of q, k and v alone: outputs in another order would be misread
+        grad, out = (_match_strides(x, q) for x in (grad, out))
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse[..., None].contiguous(), seed, seed, None, None, None,
             q.shape[2], k.shape[2], 0.0, band.causal, scale=scale,
@@ -87,6 +89,12 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
         scale=scale,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _match_strides(x: Tensor, q: Tensor) -> Tensor:
+    """Return x (batch, heads, queries, size) with the strides that an output for queries q has."""
+    like = torch.empty_like(q)
+    return x if x.stride() == like.stride() else like.copy_(x)
 
 
 def _turn_around(tile: Tile) -> Tile:
