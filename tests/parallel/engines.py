@@ -15,10 +15,9 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import isentrope as ise
 from tests.fixtures.models import llama, tokens
+from tests.parallel.decoding import TWO_BRANCHES, check_generation
 from tests.parallel.models import LENGTH, difference, make_batch, run_alone
 from tests.parallel.workers import TOLERANCE, start
-
-TWO_BRANCHES = "rerope:window=8+infoscale:train_length=16,keys=near+share:beta=0.5,reference=8"
 
 
 def check_fsdp(folder):
@@ -93,24 +92,6 @@ def check_removed_mask(folder):
         layer.self_attn.register_forward_pre_hook(remove, with_kwargs=True)
     with pytest.raises(ValueError, match="did not reach attention"):
         model(**parallel.shard(tokens(1, 48)))
-
-
-def check_generation(folder):
-    """Tokens after a prompt that all processes have read are those of one process."""
-    ids = tokens(2, 41)
-    mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    chosen = "rerope:window=8+retrieve:blocks=2,size=4,sinks=4,queries=4"
-    pairs = ((TWO_BRANCHES, "ContextParallel"), ("window:size=9", "Ulysses"), (chosen, "ContextParallel"))
-    for recipe, kind in pairs:
-        parallel = getattr(ise, kind)()
-        model = ise.extend(llama(), recipe, parallel=parallel)
-        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-        logits, cache = parallel.prefill(model, ids, mask)
-        longer = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
-        options = {"attention_mask": F.pad(mask, (0, 1), value=1), "max_new_tokens": 5, "do_sample": False}
-        assert torch.equal(model.generate(longer, past_key_values=cache, **options), expected), recipe
-        assert (parallel.prefill(model, ids, mask, to=1)[1] is None) == (parallel.rank != 1)
 
 
 class SameRows(Trainer):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.cases import list_matrix, list_ulysses
+from tests.parallel.decoding import MODELS, run_decoding
 from tests.parallel.engines import CHECKS, run_checks
 from tests.parallel.models import list_models, run_models
 from tests.parallel.workers import context_parallel, run_cases, run_death, run_mixture, spawn, ulysses
@@ -28,6 +29,7 @@ def test_recipes_and_models_in_two_processes(tmp_path):
         (run_cases, (list_both(67), context_parallel)),
         (run_cases, (list_ulysses(2, 97), ulysses)),
         (run_models, (list_models(2, 9),)),
+        (run_decoding, (MODELS[:12],)),
         (run_checks, (("mask", "torch", "generation"),)),
     )
     spawn(run_mixture, tmp_path, 2, jobs)

@@ -37,6 +37,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import make_config_class
+from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask
 from isentrope.recipe import Recipe
@@ -133,7 +134,7 @@ def set_parallel(model: nn.Module, parallel: SequenceParallel) -> None:
 def _note_shard(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """A hook on a model whose sequences processes share: notice a mask that does not arrive."""
     layer = next(layer for layer in module.modules() if isinstance(layer, Layer))
-    layer.layouts.sharded = is_shard_mask(kwargs.get("attention_mask"))
+    layer.layouts.sharded = is_shard_mask(kwargs.get("attention_mask")) or is_sharded(kwargs.get("past_key_values"))
 
 
 def _check_shard_labels(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

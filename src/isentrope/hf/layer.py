@@ -168,7 +168,12 @@ class Layer(nn.Module):
         qkv = _autocast(call.query, call.key, call.value)
         if call.sink_logits is not None:
             _check_sink_gradients((*qkv, call.sink_logits))
-        out, lse = parallel.attend(qkv, rows, how, need_lse=call.sink_logits is not None)
+        if rows.cached:
+            if self.rope is not None:
+                rows.check_positions(call.position_ids)
+            out, lse = parallel.decode(qkv, rows, how)
+        else:
+            out, lse = parallel.attend(qkv, rows, how, need_lse=call.sink_logits is not None)
         if call.sink_logits is not None and lse is not None:
             out = _apply_sink_logits(out, lse, call.sink_logits)
         return out.transpose(1, 2).contiguous()

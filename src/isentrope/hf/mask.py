@@ -14,6 +14,7 @@ from isentrope.core.caching import register_clear
 from isentrope.core.compile import values_are_readable
 from isentrope.core.frames import Frames, find_runs, find_token_span
 from isentrope.core.layout import Layout, get_layout
+from isentrope.parallel.rows import ShardedOffset
 
 # by mask, which is the same for all layers of a forward pass, also where checkpointing runs them again; without this
 # and the `LayoutCache` a decoding step of padded rows takes 112 ms in place of 32
@@ -55,7 +56,8 @@ def make_frames_mask(
     if padding is not None and isinstance(kv_offset, EvictingOffset):
         raise ValueError("StreamingCache: expected rows without padding, it would take the place of the first tokens")
     ids = _find_documents(mask_function, batch_size, q_length, device) if q_length == kv_length else None
-    if whole_rows and padding is None and ids is None:
+    sharded = isinstance(kv_offset, ShardedOffset)
+    if whole_rows and padding is None and ids is None and not sharded:
         return None
 
     slot = (torch.arange(q_length, device=device) + (q_offset - kv_offset))[None].expand(batch_size, -1)
@@ -67,7 +69,8 @@ def make_frames_mask(
         low, high = find_runs(ids)
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
     # int32 distinguishes these frames from masks that callers pass themselves
-    return torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
+    frames = torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
+    return kv_offset.make_mask(frames, kv_length, padding is not None) if sharded else frames
 
 
 def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:

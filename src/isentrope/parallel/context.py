@@ -12,11 +12,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isentrope.core.compile import values_are_readable
 from isentrope.core.partial_layout import RowTable
+from isentrope.parallel.decoding import attend_to_shards, check_recipe
 from isentrope.parallel.exchanges import QKV, Output, find_ring_refusal, gather_and_attend, ring_and_attend
 from isentrope.parallel.key_parts import Options
 from isentrope.parallel.processes import Processes
 from isentrope.parallel.rows import ShardedRows, make_mask, make_table, new_layouts, read_rows
 from isentrope.parallel.split import LAYOUTS, Split, fetch
+from isentrope.recipe import Recipe
 from isentrope.utils.messages import format_value
 
 EXCHANGES = ("auto", "gather", "ring")
@@ -152,28 +154,41 @@ class SequenceParallel:
 
     @torch.no_grad()
     def prefill(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, to: int | None = None
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, to: int | str | None = None
     ) -> tuple[Tensor, Any]:
-        """Read a prompt in all processes; generation then continues in one, or in each, without the others.
+        """Read a prompt in all processes; generation then continues in all of them together, in one, or in each alone.
 
             logits, cache = parallel.prefill(model, ids)
             ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
             model.generate(ids, past_key_values=cache)
 
+        By default the cache stays where it is: a process keeps the keys and values of its own tokens, and of its share
+        of new ones. All processes then call the model with the same new tokens, and get the same logits; where tokens
+        are sampled, with the same seed.
+
         Args:
             model: extended with this object.
             input_ids: the prompt, (batch, length), the same in all processes.
             attention_mask: 1 for tokens and 0 for padding, (batch, length).
-            to: the rank of the process that generates; by default each gets the whole cache.
+            to: the rank of a process that gets the whole cache, and generates by itself; "each": every process gets the
+                whole; by default each keeps its part.
 
         Returns:
             The logits of the next token, (batch, vocabulary), and the cache: None in processes that do not generate.
 
         Raises:
-            ValueError: a row is padded on the right.
+            ValueError: a row is padded on the right, or the recipe needs all keys in one place (`retrieve`).
         """
-        from transformers import DynamicCache
+        from transformers import Cache, DynamicCache
 
+        from isentrope.parallel.cache import ShardedLayer
+
+        if to not in (None, "each", *range(self.size)):
+            raise ValueError(f"to: expected a rank below {self.size}, 'each' or None, got {format_value(to)}")
+        if to is None:
+            for module in model.modules():
+                if isinstance(recipe := getattr(module, "recipe", None), Recipe):
+                    check_recipe(recipe)
         if attention_mask is not None and not bool(attention_mask[:, -1].all()):
             raise ValueError("attention_mask: expected rows that end with a token, got padding there; pad on the left")
         # without a config no layer drops the beginning of this process's part
@@ -184,15 +199,18 @@ class SequenceParallel:
         logits = model(**part, past_key_values=own, logits_to_keep=1).logits[:, -1]
         split, cached = self.split(input_ids.shape[1]), (range(input_ids.shape[1]),)
         is_last = split.chunks(self.rank)[-1].stop == split.length
-        wanted = tuple(cached if to in (None, rank) else () for rank in range(self.size))
-        whole = DynamicCache(config=config)
+        logits = self.sum(logits if is_last else torch.zeros_like(logits))
         layers: list[Any] = own.layers
+        if to is None:
+            return logits, Cache(layers=[ShardedLayer(x.keys, x.values, split, self.rank) for x in layers])
+        wanted = tuple(cached if to in ("each", rank) else () for rank in range(self.size))
+        whole = DynamicCache(config=config)
         for index, layer in enumerate(layers):
             keys, values = (fetch(x, wanted, split, self.processes) for x in (layer.keys, layer.values))
             layer.keys = layer.values = None
             if wanted[self.rank]:
                 whole.update(keys, values, index)
-        return self.sum(logits if is_last else torch.zeros_like(logits)), whole if wanted[self.rank] else None
+        return logits, whole if wanted[self.rank] else None
 
     def collate(self, collator: Callable[[Any], Any]) -> Callable[[Any], dict[str, Tensor]]:
         """Return a data collator whose batches are this process's part, for a `Trainer` that reads the same rows.
@@ -209,21 +227,22 @@ class SequenceParallel:
         return collate_and_shard
 
     def read(self, mask: Tensor, key: Tensor) -> ShardedRows:
-        """Return the rows that a mask of `shard` belongs to.
+        """Return the rows that a mask of `shard` belongs to, or of a cache in parts.
 
         Raises:
-            ValueError: keys come from a cache, or a graph is being compiled.
+            ValueError: keys come from another cache, or a graph is being compiled.
         """
         if not values_are_readable(mask):
             raise ValueError("context parallel: not supported in a compiled graph; call the model uncompiled")
-        if key.shape[2] != mask.shape[2]:
-            raise ValueError(
-                f"context parallel: expected {mask.shape[2]} keys, those of the tokens of this process, got "
-                f"{key.shape[2]}; begin with an empty cache"
-            )
-        rows = self._rows.get(mask)
+        rows: ShardedRows | None = self._rows.get(mask)
         if rows is None:
             rows = self._rows[mask] = read_rows(mask, self.processes, self.layout == "zigzag")
+        count = rows.split.count(self.rank)
+        if key.shape[2] != count:
+            raise ValueError(
+                f"context parallel: expected {count} keys, those of the tokens of this process, got "
+                f"{key.shape[2]}; begin with an empty cache"
+            )
         return rows
 
     def read_balanced(self, position_ids: Tensor | None, key: Tensor) -> ShardedRows:
@@ -244,6 +263,17 @@ class SequenceParallel:
     def attend(self, qkv: QKV, rows: ShardedRows, options: Options, need_lse: bool = False) -> Output:
         """Return the output of this process's queries, and their log-sum-exp if it is needed."""
         raise NotImplementedError
+
+    def decode(self, qkv: QKV, rows: ShardedRows, options: Options) -> Output:
+        """Return output and log-sum-exp of new tokens over a cache in parts, the same in all processes.
+
+        Raises:
+            ValueError: gradients are wanted, or the recipe needs all keys in one place.
+        """
+        check_recipe(options.recipe)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*qkv, *options.learned)):
+            raise ValueError("context parallel: a cache in parts is read without gradients; use torch.no_grad()")
+        return attend_to_shards(qkv, options, rows, self.processes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # a copy of a model runs in the same processes

@@ -63,6 +63,13 @@ class Processes:
         work = self._run(start)
         return out, (lambda: None) if work is None else (lambda: self._run(work.wait))
 
+    def gather(self, x: Tensor) -> Tensor:
+        """Return equally large tensors of all processes, (size, …), without gradients."""
+        own = x.detach().contiguous()
+        parts = own.new_empty((self.size, *own.shape))
+        self._run(lambda: dist.all_gather(list(parts), own, group=self.group))
+        return parts
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, without gradients."""
         total = x.detach().clone().contiguous()

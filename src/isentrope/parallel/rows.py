@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from isentrope.core.partial_layout import PartialLayout, RowTable
 from isentrope.parallel.processes import Processes
 from isentrope.parallel.split import Ranges, Split, fetch
 
-COLUMNS = 6  # origin, end, slot, position, length of the whole, flags
+COLUMNS = 7  # origin, end, slot, position, length of the whole, flags, tokens that were appended to a cache
 FRAMED, JUMPING = 1, 2  # flags: rows are padded or packed; positions do not count from the beginning of a frame
 MAX_SLOT = (1 << 31) - 1
 LAYOUTS_PER_PROCESS = 8  # of one forward pass: two chunks by two parts of each process in a ring, two kinds of layers
@@ -53,9 +53,26 @@ def make_mask(table: RowTable, split: Split, rank: int, batch: int, device: torc
     low, high = table.frames or (torch.zeros_like(slots), torch.full_like(slots, table.length))
     flags = FRAMED * (table.frames is not None) + JUMPING * (table.positions is not None)
     positions = slots if table.positions is None else table.positions
-    columns = [low, high, slots, positions, *(torch.full_like(slots, x) for x in (table.length, flags))]
+    columns = [low, high, slots, positions, *(torch.full_like(slots, x) for x in (table.length, flags, 0))]
     mask = torch.stack([x.to(device) for x in columns], -1).to(torch.int32)
     return torch.cat([mask[:, r.start : r.stop] for r in split.chunks(rank)], 1)[:, None]
+
+
+class ShardedOffset(int):
+    """The kv_offset of a cache of which this process has a part; `appended` tokens of it came after the prompt."""
+
+    appended: int
+
+    def __new__(cls, appended: int) -> ShardedOffset:
+        offset = super().__new__(cls, 0)
+        offset.appended = appended
+        return offset
+
+    def make_mask(self, frames: Tensor, length: int, framed: bool) -> Tensor:
+        """Return the mask of new tokens, which all processes have, from their (origin, end, slot) among `length`."""
+        columns = (length, FRAMED * framed, self.appended + frames.shape[2])
+        constant = torch.tensor(columns, dtype=frames.dtype, device=frames.device).expand(*frames.shape[:3], -1)
+        return torch.cat((frames, frames[..., 2:], constant), -1)
 
 
 def is_shard_mask(mask: object) -> bool:
@@ -72,7 +89,12 @@ class ShardedRows(NamedTuple):
     rank: int
     batch: int
     table: RowTable
-    layouts: LRUCache[tuple[object, ...], Layout]
+    layouts: LRUCache[tuple[object, ...], Any]
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys come from a cache, and all processes have the same queries: the last tokens."""
+        return self.split.appended > 0
 
     def chunks(self, rank: int | None = None) -> Ranges:
         """Return the slots of a process, by default this one."""
@@ -90,6 +112,26 @@ class ShardedRows(NamedTuple):
             return PartialLayout(self.batch, queries, keys, table, complete, device)
 
         return self.layouts.get((queries, keys, table.positions is None, complete, device), make)
+
+    def check_positions(self, position_ids: Tensor | None) -> None:
+        """Check that new tokens continue those in the cache; the layers of a forward pass do it once.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if position_ids is None or position_ids.dim() != 2:
+            return
+        self.layouts.get(("positions",), lambda: self._check_positions(position_ids))
+
+    def _check_positions(self, position_ids: Tensor) -> bool:
+        length, device = self.split.length, position_ids.device
+        slots = torch.arange(length - position_ids.shape[1], length, device=device)[None]
+        first = torch.zeros_like(slots)
+        if self.table.frames is not None:
+            first = self.table.frames[0][:, -slots.shape[1] :].to(device)
+        if not bool(((position_ids == slots) | (position_ids == slots - first) | (slots < first)).all()):
+            raise ValueError("position_ids: expected positions that continue those of the cached keys, got others")
+        return True
 
     def get_whole(self, jumping: bool, device: torch.device) -> Layout:
         """Return the layout of whole rows, as one process has it."""
@@ -114,8 +156,15 @@ def read_rows(mask: Tensor, processes: Processes, zigzag: bool) -> ShardedRows:
     Raises:
         ValueError: the mask is that of another number of processes or another layout.
     """
-    length, flags = (int(x) for x in mask[0, 0, 0, 4:])
-    split = Split(length, processes.size, zigzag)
+    length, flags, appended = mask[0, 0, 0, 4:].tolist()
+    split = Split(length, processes.size, zigzag, appended)
+    if appended:
+        frames = None
+        if flags & FRAMED:
+            low, high = (mask[:, 0, -1:, column].to(torch.int64).expand(-1, length) for column in (0, 1))
+            frames = (low, high)
+        layouts = new_layouts(max(processes.size, len(split.chunks(processes.rank))))
+        return ShardedRows(split, processes.rank, mask.shape[0], RowTable(length, frames), layouts)
     tokens = torch.cat([torch.arange(r.start, r.stop) for r in split.chunks(processes.rank)])
     if not torch.equal(mask[0, 0, :, 2].cpu().to(torch.int64), tokens):
         raise ValueError(
@@ -132,6 +181,6 @@ def read_rows(mask: Tensor, processes: Processes, zigzag: bool) -> ShardedRows:
     return ShardedRows(split, processes.rank, mask.shape[0], table, new_layouts(processes.size))
 
 
-def new_layouts(processes: int) -> LRUCache[tuple[object, ...], Layout]:
-    """Return an empty cache for the layouts of a forward pass."""
-    return LRUCache(LAYOUTS_PER_PROCESS * (1 + processes))
+def new_layouts(parts: int) -> LRUCache[tuple[object, ...], Any]:
+    """Return an empty cache for the layouts of a forward pass, over parts of so many processes."""
+    return LRUCache(LAYOUTS_PER_PROCESS * (1 + parts))

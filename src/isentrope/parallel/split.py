@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from isentrope.parallel.processes import Processes
 
 LAYOUTS = ("zigzag", "contiguous")
 MAX_PLANS = 256
+BLOCKS_PER_SHARE = 8  # of appended tokens: a process may have so much more than its share
 Ranges = tuple[range, ...]
 
 
@@ -23,17 +24,23 @@ class Split:
 
     Contiguous: process r has chunk r of `size`. Zigzag: chunks r and 2 · size - 1 - r of 2 · size, so that causal
     attention gives all processes the same work.
+
+    The last `appended` of these tokens came later, and were not spread evenly: processes take turns at blocks of them,
+    first the one that has the token before. Blocks grow with the text, so that parts stay few and about equal.
     """
 
     length: int
     size: int
     zigzag: bool
+    appended: int = 0
 
     def chunks(self, rank: int) -> Ranges:
         """Return the slots of a process, in order; neighbouring chunks are one."""
-        count = 2 * self.size if self.zigzag else self.size
-        indices = (rank, count - 1 - rank) if self.zigzag else (rank,)
-        return join_ranges(range(i * self.length // count, (i + 1) * self.length // count) for i in indices)
+        return _list_chunks(self)[rank]
+
+    def append(self, tokens: int) -> Split:
+        """Return the split with so many more tokens, or fewer appended ones where it is negative."""
+        return replace(self, length=self.length + tokens, appended=self.appended + tokens)
 
     def count(self, rank: int) -> int:
         """Return how many tokens a process has."""
@@ -55,6 +62,22 @@ def intersect_ranges(a: Iterable[range], b: Sequence[range]) -> Ranges:
     """Return the slots that are in both."""
     pairs = (range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
     return join_ranges(pairs)
+
+
+@lru_cache(MAX_PLANS)
+def _list_chunks(split: Split) -> tuple[Ranges, ...]:
+    """Return the slots of every process."""
+    size, even = split.size, split.length - split.appended
+    count = 2 * size if split.zigzag else size
+    parts: list[list[range]] = [[] for _ in range(size)]
+    for i in range(count):
+        parts[min(i, 2 * size - 1 - i)].append(range(i * even // count, (i + 1) * even // count))
+    rank, first = 0 if split.zigzag else size - 1, even
+    while first < split.length:
+        block = max(1, first // (BLOCKS_PER_SHARE * size))
+        parts[rank].append(range(first, min(first + block, split.length)))
+        rank, first = (rank + 1) % size, first + block
+    return tuple(map(join_ranges, parts))
 
 
 class Exchange(NamedTuple):
