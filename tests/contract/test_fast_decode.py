@@ -39,6 +39,16 @@ def test_interpreted_decoding_merges_more_splits_than_there_are_keys_for(text, m
     assert error(actual, truth) < 5e-5 and error(aux.lse, exact.lse) < 5e-5
 
 
+@interprets
+@pytest.mark.parametrize(("position", "rows"), [("rerope:window=8", ""), ("selfextend:window=8,group=4", "left")])
+def test_interpreted_decoding_of_a_cache_in_parts(position, rows):
+    from tests.parallel.decoding import compare_decoding
+    from tests.parallel.workers import Case
+
+    case = Case(position, "logn:train_length=16", "sink:sinks=3,size=30", rows=rows, length=61)
+    assert compare_decoding(case, 2, 1, torch.float32, "decode", head_dim=32) < 5e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (9, 9)])
 @pytest.mark.parametrize("d", [32, 64, 128, 256])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
+from threading import Barrier, Lock
 
 import torch
 from torch.nn import functional as F
@@ -47,17 +47,18 @@ TWO_BRANCHES = "rerope:window=8+infoscale:train_length=16,keys=near+share:beta=0
 
 
 class ThreadGroup:
-    """Threads in place of processes: what `attend_to_shards` needs of them."""
+    """Threads in place of processes, one at a time: what `attend_to_shards` needs of them."""
 
     def __init__(self, size):
-        self.size, self.barrier, self.parts = size, Barrier(size), [None] * size
+        self.size, self.barrier, self.parts, self.turn = size, Barrier(size), [None] * size, Lock()
 
     def run(self, work):
         """Return what each of them returns."""
 
         def run_one(rank):
             try:
-                return work(Member(self, rank))
+                with self.turn:
+                    return work(Member(self, rank))
             except BaseException:
                 self.barrier.abort()
                 raise
@@ -72,10 +73,15 @@ class Member:
 
     def gather(self, x):
         self.group.parts[self.rank] = x
-        self.group.barrier.wait()
+        self.wait()
         whole = torch.stack(self.group.parts)
-        self.group.barrier.wait()
+        self.wait()
         return whole
+
+    def wait(self):
+        self.group.turn.release()
+        self.group.barrier.wait()
+        self.group.turn.acquire()
 
 
 def list_decoding(every=1):
@@ -85,23 +91,26 @@ def list_decoding(every=1):
     return [replace(case, rows=rows[n], causal=True) for n, case in enumerate(cases)]
 
 
-def compare_decoding(case, size, new, dtype=torch.float64, backend="auto"):
+def compare_decoding(case, size, new, dtype=torch.float64, backend="auto", head_dim=16, device="cpu"):
     """Attend with the last `new` queries in so many threads; return the largest relative error, and of what."""
     length, appended = case.length, case.length // 3
-    setting = Setting(length, length, d=16, dv=16)
+    setting = Setting(length, length, d=head_dim, dv=head_dim)
     torch.manual_seed(0)
     recipe = case.recipe(setting)
     for part in recipe.learned:
-        part.to(dtype).requires_grad_(False)
-    q, k, v = setting.tensors(dtype)
+        part.to(device, dtype).requires_grad_(False)
+    q, k, v = setting.tensors(dtype, device)
     q, (mask, _) = q[:, :, -new:], arrange(case.rows, 2, length)
+    mask = None if mask is None else mask.to(device)
     padding = None if mask is None else ise.Padding(mask.sum(1), side="left")
-    expected, aux = ise.attention(q, k, v, recipe, causal=True, mask=padding, return_lse=True)
+    exact = (x.double() for x in (q, k, v)) if not recipe.learned else (q, k, v)
+    given = {"causal": True, "mask": padding, "backend": "reference", "return_lse": True}
+    expected, aux = ise.attention(*exact, recipe, **given)
     offset, options = ShardedOffset(appended - new), Options(recipe, True, None, None, backend, jumping=True)
     zigzag = case.layout == "zigzag"
 
     def attend(member):
-        frames = make_frames_mask(2, new, length, length - new, offset, attention_mask=mask)
+        frames = make_frames_mask(2, new, length, length - new, offset, attention_mask=mask, device=device)
         rows = read_rows(frames, member, zigzag)
         assert rows.split == Split(length, size, zigzag, appended) and rows.cached
         slots = [slot for part in rows.chunks() for slot in part]

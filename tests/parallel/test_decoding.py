@@ -8,11 +8,10 @@ import torch.distributed as dist
 
 import isentrope as ise
 from isentrope.parallel.split import Split
-from tests.contract.test_fast import interprets
 from tests.fixtures.models import llama, tokens
 from tests.parallel.decoding import MODELS, compare_decoding, list_decoding, run_decoding, run_steep_law
 from tests.parallel.test_refusals import one_process  # noqa: F401
-from tests.parallel.workers import EXACT_TOLERANCE, Case, run_mixture, spawn
+from tests.parallel.workers import EXACT_TOLERANCE, run_mixture, spawn
 
 TWO_BRANCHES = "rerope:window=8+share:beta=0.5,reference=4"
 IDS = tokens(1, 24)
@@ -42,12 +41,13 @@ def test_every_model(size, tmp_path):
     spawn(run_mixture, tmp_path, size, ((run_decoding, (MODELS,)), (run_steep_law, ())))
 
 
-@interprets
-@pytest.mark.parametrize("rows", ["", "left"])
-@pytest.mark.parametrize("position", ["rope", "rerope:window=8", "selfextend:window=8,group=4"])
-def test_kernel_for_one_query_interpreted(position, rows):
-    case = Case(position, "logn:train_length=16", "sink:sinks=3,size=30", rows=rows, length=70)
-    assert compare_decoding(case, 3, 1, torch.float32, "decode") < 5e-5
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_recipes_on_a_gpu(dtype, tolerance):
+    for turn, case in enumerate(list_decoding(19)):
+        new = (1, 1, 3)[turn % 3]
+        error = compare_decoding(case, 2 + turn % 3, new, dtype, head_dim=64, device="cuda")
+        assert error < tolerance, case
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
