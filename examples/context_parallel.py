@@ -29,13 +29,12 @@ def main() -> None:
     parallel.sum_gradients(model)
     print(f"process {parallel.rank}: {result.logits.shape[1]} tokens, loss of all {parallel.sum(result.loss):.6f}")
 
-    logits, cache = parallel.prefill(model, ids, to=0)
-    if parallel.rank == 0:
-        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
-        print(
-            "generated:",
-            model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)[0, 1000:].tolist(),
-        )
+    logits, cache = parallel.prefill(model, ids)  # the cache stays in parts, and all processes generate together
+    print(f"process {parallel.rank}: {cache.layers[0].keys.shape[2]} of {cache.get_seq_length()} keys")
+    ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
+    torch.manual_seed(1)  # the same in every process, where tokens are sampled
+    generated = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=True)[0, 1000:].tolist()
+    print(f"process {parallel.rank} generated: {generated}, and has {cache.layers[0].keys.shape[2]} keys")
     dist.destroy_process_group()
 
 

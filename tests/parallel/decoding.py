@@ -16,6 +16,7 @@ from isentrope.parallel.key_parts import Options
 from isentrope.parallel.rows import ShardedOffset, read_rows
 from isentrope.parallel.split import Split
 from tests.contract.matrix import Setting
+from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import llama, tokens
 from tests.parallel.cases import list_matrix, takes_rows
 from tests.parallel.workers import EXACT_TOLERANCE, TOLERANCE, arrange, start
@@ -123,11 +124,10 @@ def compare_decoding(case, size, new, dtype=torch.float64, backend="auto", head_
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs.values())
 
 
-def decode_model(recipe, rows, parallel, length, dtype=torch.float32):
+def decode_model(recipe, rows, parallel, length, make=llama):
     """Read a prompt, then single tokens and a pair, beside one process; return the largest relative error."""
     options = {"allow_untrained": True}
-    alone = ise.extend(llama(), recipe, **options).to(dtype)
-    model = ise.extend(llama(), recipe, parallel=parallel, **options).to(dtype)
+    alone, model = ise.extend(make(), recipe, **options), ise.extend(make(), recipe, parallel=parallel, **options)
     ids, (mask, _) = tokens(2, length), arrange(rows, 2, length)
     mask = torch.ones_like(ids) if mask is None else mask
     logits, cache = parallel.prefill(model, ids, mask)
@@ -170,12 +170,14 @@ def run_decoding(rank, folder, size, recipes):
 
 
 @torch.no_grad()
-def run_steep_law(rank, folder, size):
-    """A law by which rounding of the entropy grows: in fp64 nothing is left."""
+def run_others(rank, folder, size):
+    """Windows and sinks of models' own; a law by which rounding of the entropy grows, in fp64 where nothing is left."""
     start(rank, folder, size)
+    for name in ("gpt_oss", "mistral-windowed", "gemma3"):
+        assert decode_model(TWO_BRANCHES, "left", ise.ContextParallel(), 53, FAMILIES[name].model) < TOLERANCE, name
     law = "adaptive:coefficients=(0.4,1),threshold=0.2,keys=far+logn:train_length=8,keys=near"
-    recipe = f"rerope:window=8+{law}"
-    assert decode_model(recipe, "left", ise.ContextParallel(), 53, torch.float64) < EXACT_TOLERANCE
+    error = decode_model(f"rerope:window=8+{law}", "left", ise.ContextParallel(), 53, lambda: llama().double())
+    assert error < EXACT_TOLERANCE
 
 
 def check_generation(folder):

@@ -77,4 +77,6 @@ def test_the_example():
     result = subprocess.run([*command, str(EXAMPLE)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     losses = re.findall(r"loss of all (\d+\.\d{6})", result.stdout)
-    assert len(losses) == 2 and losses[0] == losses[1] and "generated: [" in result.stdout
+    generated = re.findall(r"generated: (\[.*\])", result.stdout)
+    assert len(losses) == len(generated) == 2 and losses[0] == losses[1] and generated[0] == generated[1]
+    assert result.stdout.count("500 of 1000 keys") == 2

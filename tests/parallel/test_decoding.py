@@ -9,7 +9,7 @@ import torch.distributed as dist
 import isentrope as ise
 from isentrope.parallel.split import Split
 from tests.fixtures.models import llama, tokens
-from tests.parallel.decoding import MODELS, compare_decoding, list_decoding, run_decoding, run_steep_law
+from tests.parallel.decoding import MODELS, compare_decoding, list_decoding, run_decoding, run_others
 from tests.parallel.test_refusals import one_process  # noqa: F401
 from tests.parallel.workers import EXACT_TOLERANCE, run_mixture, spawn
 
@@ -38,7 +38,7 @@ def test_every_recipe():
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_model(size, tmp_path):
-    spawn(run_mixture, tmp_path, size, ((run_decoding, (MODELS,)), (run_steep_law, ())))
+    spawn(run_mixture, tmp_path, size, ((run_decoding, (MODELS,)), (run_others, ())))
 
 
 @pytest.mark.gpu
