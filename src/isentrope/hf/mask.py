@@ -56,8 +56,7 @@ def make_frames_mask(
     if padding is not None and isinstance(kv_offset, EvictingOffset):
         raise ValueError("StreamingCache: expected rows without padding, it would take the place of the first tokens")
     ids = _find_documents(mask_function, batch_size, q_length, device) if q_length == kv_length else None
-    sharded = isinstance(kv_offset, ShardedOffset)
-    if whole_rows and padding is None and ids is None and not sharded:
+    if whole_rows and padding is None and ids is None and not isinstance(kv_offset, ShardedOffset):
         return None
 
     slot = (torch.arange(q_length, device=device) + (q_offset - kv_offset))[None].expand(batch_size, -1)
@@ -70,7 +69,9 @@ def make_frames_mask(
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
     # int32 distinguishes these frames from masks that callers pass themselves
     frames = torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
-    return kv_offset.make_mask(frames, kv_length, padding is not None) if sharded else frames
+    if isinstance(kv_offset, ShardedOffset):
+        return kv_offset.make_mask(frames, kv_length, framed=padding is not None)
+    return frames
 
 
 def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:

@@ -31,6 +31,7 @@ class ShardedLayer(DynamicLayer):
         self.keys, self.values, self.split, self.rank = keys, values, split, rank
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
         first, new = self.split.length, key_states.shape[-2]
         self.split = self.split.append(new)
         own = intersect_ranges(self.split.chunks(self.rank), (range(first, first + new),))
@@ -39,7 +40,6 @@ class ShardedLayer(DynamicLayer):
                 torch.cat((old, *(x[..., r.start - first : r.stop - first, :] for r in own)), -2)
                 for old, x in ((self.keys, key_states), (self.values, value_states))
             )
-        assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -59,9 +59,10 @@ class ShardedLayer(DynamicLayer):
                 f"cache: expected at most {self.split.appended} tokens to remove, those after the prompt, got {removed}"
             )
         if removed > 0:
+            assert self.keys is not None and self.values is not None
             self.split = self.split.append(-removed)
             count = self.split.count(self.rank)
-            self.keys, self.values = self.keys[..., :count, :], self.values[..., :count, :]  # type: ignore[index]
+            self.keys, self.values = self.keys[..., :count, :], self.values[..., :count, :]
 
 
 def is_sharded(cache: object) -> bool:
