@@ -41,7 +41,7 @@ def attend(recipe: str, exchange: str, length: int) -> None:
     shape = (1, HEADS, mask.shape[2], HEAD_DIM)
     q, k, v = (torch.randn(shape).requires_grad_() for _ in range(3))
     options = Options(as_recipe(recipe), True, None, None, "auto", jumping=False)
-    out, _ = parallel.attend((q, k, v), parallel.read(mask, k), options)
+    out, _ = parallel.attend((q, k, v), parallel.read(mask, q, k), options)
     out.sum().backward()
 
 

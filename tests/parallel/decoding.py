@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, Lock
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -70,10 +71,10 @@ class ThreadGroup:
 
 class Member:
     def __init__(self, group, rank):
-        self.group, self.rank, self.size = group, rank, group.size
+        self.group, self.rank, self.size, self.exchanges = group, rank, group.size, 0
 
     def gather(self, x):
-        self.group.parts[self.rank] = x
+        self.group.parts[self.rank], self.exchanges = x, self.exchanges + 1
         self.wait()
         whole = torch.stack(self.group.parts)
         self.wait()
@@ -115,7 +116,9 @@ def compare_decoding(case, size, new, dtype=torch.float64, backend="auto", head_
         rows = read_rows(frames, member, zigzag)
         assert rows.split == Split(length, size, zigzag, appended) and rows.cached
         slots = [slot for part in rows.chunks() for slot in part]
-        return attend_to_shards((q, k[:, :, slots], v[:, :, slots]), options, rows, member)
+        result = attend_to_shards((q, k[:, :, slots], v[:, :, slots]), options, rows, member)
+        assert member.exchanges == 1 + ("adaptive" in case.law)
+        return result
 
     results = ThreadGroup(size).run(attend)
     for out, lse in results[1:]:  # or sampled tokens would differ
@@ -205,3 +208,7 @@ def check_generation(folder):
         torch.manual_seed(5)
         assert torch.equal(model.generate(longer, past_key_values=cache, **given), expected), (recipe, options)
     assert (parallel.prefill(model, ids, mask, to=1)[1] is None) == (parallel.rank != 1)
+    model = ise.extend(llama(), TWO_BRANCHES, parallel=parallel)
+    _, cache = parallel.prefill(model, ids)
+    with torch.no_grad(), pytest.raises(ValueError, match="the same new tokens in all processes, got others"):
+        model(tokens(2, 1, seed=parallel.rank), past_key_values=cache)

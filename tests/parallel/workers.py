@@ -93,7 +93,7 @@ def compare(case, make_parallel, dtype=torch.float32):
     slots = part[0, 0, :, 2].long()
     own = [x.detach()[:, :, slots].requires_grad_() for x in qkv]
     options = Options(recipe, case.causal, None, None, "auto", jumping=True)
-    out, _ = parallel.attend(tuple(own), parallel.read(part, own[1]), options)
+    out, _ = parallel.attend(tuple(own), parallel.read(part, own[0], own[1]), options)
     grads = torch.autograd.grad((out * weight[:, :, slots]).sum(), (*own, *learned), allow_unused=True)
     actual = [parallel.gather(out.detach() * real[:, None, slots, None], 2)]
     actual += [parallel.gather(x, 2) for x in grads[:3]]

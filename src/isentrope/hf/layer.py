@@ -150,7 +150,7 @@ class Layer(nn.Module):
     def _find_rows(self, parallel: SequenceParallel, call: LayerCall) -> ShardedRows | None:
         """Return the rows that other processes have parts of, None where the whole is here."""
         if call.mask is not None and is_shard_mask(call.mask):
-            return parallel.read(call.mask, call.key)
+            return parallel.read(call.mask, call.query, call.key)
         if self.layouts.sharded:
             raise ValueError(
                 "context parallel: the mask of shard() did not reach attention; accelerate's own context parallelism "

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isentrope.core.compile import values_are_readable
 from isentrope.core.partial_layout import RowTable
-from isentrope.parallel.decoding import attend_to_shards, check_recipe
+from isentrope.parallel.decoding import attend_to_shards, check_queries, check_recipe
 from isentrope.parallel.exchanges import QKV, Output, find_ring_refusal, gather_and_attend, ring_and_attend
 from isentrope.parallel.key_parts import Options
 from isentrope.parallel.processes import Processes
@@ -226,17 +226,21 @@ class SequenceParallel:
 
         return collate_and_shard
 
-    def read(self, mask: Tensor, key: Tensor) -> ShardedRows:
-        """Return the rows that a mask of `shard` belongs to, or of a cache in parts.
+    def read(self, mask: Tensor, query: Tensor, key: Tensor) -> ShardedRows:
+        """Return the rows that a mask of `shard` belongs to, or of a cache in parts; the first layer reads them.
 
         Raises:
-            ValueError: keys come from another cache, or a graph is being compiled.
+            ValueError: keys come from another cache, new tokens differ from process to process, or a graph is being
+                compiled.
         """
         if not values_are_readable(mask):
             raise ValueError("context parallel: not supported in a compiled graph; call the model uncompiled")
         rows: ShardedRows | None = self._rows.get(mask)
         if rows is None:
-            rows = self._rows[mask] = read_rows(mask, self.processes, self.layout == "zigzag")
+            rows = read_rows(mask, self.processes, self.layout == "zigzag")
+            if rows.cached:
+                check_queries(query, self.processes)
+            self._rows[mask] = rows
         count = rows.split.count(self.rank)
         if key.shape[2] != count:
             raise ValueError(

@@ -24,6 +24,8 @@ from isentrope.parallel.split import Ranges
 from isentrope.parallel.visible import combine_masks, find_keys
 from isentrope.recipe import Recipe
 
+MAX_QUERY_DIFFERENCE = 0.05  # of the same token in several processes, relative to the largest entry: rounding alone
+
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError for a recipe that cannot be computed part by part."""
@@ -31,6 +33,22 @@ def check_recipe(recipe: Recipe) -> None:
         raise ValueError(
             f"prefill: {recipe.retrieve} chooses among all keys, which a cache in parts does not have in one place; "
             "pass to=0 to generate in one process, or to='each' in every process by itself"
+        )
+
+
+@torch.no_grad()
+def check_queries(q: Tensor, processes: Processes) -> None:
+    """Check, in the first layer of a pass, that all processes were given the same new tokens.
+
+    Raises:
+        ValueError: they were not, and would go on with a cache of several texts.
+    """
+    queries = processes.gather(q)
+    differences = (queries - queries[:1]).abs().flatten(1).amax(1)
+    if bool((differences > MAX_QUERY_DIFFERENCE * queries.abs().max()).any()):
+        raise ValueError(
+            "context parallel: expected the same new tokens in all processes, got others; pass the same ids in each, "
+            "and set the same seed before tokens are sampled"
         )
 
 
