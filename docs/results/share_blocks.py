@@ -194,6 +194,7 @@ def render_share_fits() -> str:
         "the Llama that ships": "llama-calibrate/calibrate.json",
         "stories15M": "stories15M-calibrate/calibrate.json",
         "TinyLlama": "tinyllama-calibrate/unfinished.json",
+        "SmolLM2": "smollm2-calibrate/calibrate.json",
     }
     rows: dict[str, list[str]] = {name: [] for name in FITS}
     for file in names.values():
