@@ -193,7 +193,7 @@ def read_tokenizer(name: str | Path, *, to_save: bool = False, **options: Any) -
     if gguf_file := options.get("gguf_file"):
         with read_gguf_once():
             tokenizer = _read_tokenizer(name, options)
-            match_gguf(tokenizer, cached_file(name, gguf_file))
+            match_gguf(tokenizer, str(cached_file(name, gguf_file)))
     else:
         tokenizer = _read_tokenizer(name, options)
     return tokenizer if to_save else _without_warning(tokenizer)
