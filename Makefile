@@ -38,7 +38,7 @@ test: $(READY)  ## every test that runs on this machine
 	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
 	@$(MAKE) --no-print-directory docs
 
 # what builds the site, apart from what tests need

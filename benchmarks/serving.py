@@ -1,6 +1,7 @@
 """Throughput of an extended model under transformers' continuous batching, against the plain model served the same way.
 
     python benchmarks/serving.py [--model FOLDER [--gguf-file FILE]] [--seconds 60] --out results/serving.json
+    python benchmarks/serving.py --count --out results/serving-operations.json
 
 Both models take turns step by step in one process, with the same requests. A step is everything that the engine does:
 scheduling, the forward pass and sampling. Ratios are plain / extended, of each pair of steps (1: as fast as the plain
@@ -8,6 +9,9 @@ model), and medians are of these. On a CPU times are of the processor, which oth
 
 The plain model runs SDPA over the paged cache, as transformers runs it by itself where no FlashAttention is installed;
 on a GPU also with CUDA graphs, and with FlashAttention where that is installed. An extended model has neither.
+
+--count: in place of times, what a step costs the host for each layer, which no machine changes: torch operations, views
+included, and launches of Triton's kernels. On a CPU, and as the host of a GPU makes them (`stub_gpu`).
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import logging
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from host import OperationCounter
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import isentrope as ise
@@ -169,6 +175,63 @@ def try_graphs(extended: Any, prompts: list[list[int]]) -> str:
     return "off: the engine has none without a GPU" if not torch.cuda.is_available() else "taken"
 
 
+def make_small(layers: int, dtype: torch.dtype) -> Any:
+    """Return a small model whose heads the kernels of a GPU take."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": layers, "eos_token_id": None}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval().to(dtype)
+
+
+@torch.no_grad()
+def count_steps(model: Any, prompts: list[list[int]], new: int, launches: Any) -> list[tuple[int, int]]:
+    """Return the numbers of tokens and of operations, launches included, of the steps of a load."""
+    manager, counts = start(model, prompts, new), []
+    while True:
+        before = launches.count
+        with OperationCounter() as counter:
+            step = run_step(manager, model.device)
+        if step is None:
+            return counts
+        counts.append((step[1], counter.count + launches.count - before))
+
+
+def count_layer(recipe: str | None, prompts: list[list[int]], new: int, on_gpu: bool) -> dict[str, float]:
+    """Return the most operations that one more layer adds to a step that reads prompts, and to one that decodes."""
+    from stub_gpu import Launches, stub_gpu  # Triton may not be installed
+
+    counts = []
+    for layers in (1, 3):
+        model = make_small(layers, torch.bfloat16 if on_gpu else torch.float32)
+        if recipe is not None:
+            ise.extend(model, recipe)
+        with stub_gpu() if on_gpu else nullcontext(Launches()) as launches:
+            count_steps(model, prompts, new, launches)  # what outlives a step is made
+            counts.append(count_steps(model, prompts, new, launches))
+    found: dict[str, float] = {}
+    for (tokens, few), (_, many) in zip(*counts, strict=True):
+        kind = "decode" if tokens <= len(prompts) else "prefill"
+        found[kind] = max(found.get(kind, 0), (many - few) / 2)
+    return found
+
+
+def count_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the operations of a layer in each load, of the plain and of the extended model."""
+    rows = []
+    workloads = make_prompts(256, 128, 64)
+    for on_gpu in (False, True):
+        for name, prompts in workloads.items():
+            if options.only and name not in options.only:
+                continue
+            row: dict[str, Any] = {"workload": name, "host": "of a GPU" if on_gpu else "of a CPU"}
+            for model, recipe in (("plain", None), ("extended", options.recipe.format(window=128))):
+                row[model] = count_layer(recipe, prompts, options.new, on_gpu)
+            rows.append(row)
+            kinds = (f"{kind} {row['plain'][kind]:g} · {row['extended'][kind]:g}" for kind in row["plain"])
+            print(f"{row['host']:8} {name:9} plain · extended: {', '.join(kinds)}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder; without, random weights of SmolLM2-135M's sizes")
@@ -179,9 +242,15 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=12, help="tokens of each request")
     parser.add_argument("--only", nargs="*", help="names of workloads")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of all rows together, after loading")
+    parser.add_argument("--count", action="store_true", help="operations of a layer, in place of times")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    command = " ".join(["python", "benchmarks/serving.py", *sys.argv[1:]])
+    provenance = collect_provenance() | {"transformers": transformers.__version__}
+    if options.count:
+        write_json(options.out, {"command": command, "provenance": provenance, "results": count_rows(options)})
+        return
     plain, extended = build(options), build(options)
     train_length = plain.config.max_position_embeddings
     recipe = options.recipe.format(window=train_length // 2)
@@ -189,8 +258,8 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     workloads = make_prompts(train_length, train_length // 2, plain.config.vocab_size)
     found = {
-        "command": " ".join(["python", "benchmarks/serving.py", *sys.argv[1:]]),
-        "provenance": collect_provenance() | {"transformers": transformers.__version__},
+        "command": command,
+        "provenance": provenance,
         "model": (options.gguf_file or Path(options.model).name) if options.model else "SmolLM2-135M's sizes, random",
         "clock": "wall" if options.device == "cuda" else "processor",
         "dtype": str(plain.dtype),

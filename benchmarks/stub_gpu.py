@@ -23,17 +23,24 @@ from isentrope.core.caching import clear_caches
 HOPPER = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448)
 
 
-class StubKernel(CompiledKernel):
-    """A compiled kernel that does nothing."""
+class Launches:
+    """Counts the launches of Triton's kernels."""
 
-    def __init__(self) -> None:
-        self.module = None
+    count = 0
+
+
+class StubKernel(CompiledKernel):
+    """A compiled kernel that does nothing but count its launches, of which the first has been."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.module, self.launches = None, launches
+        launches.count += 1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return _do_nothing
+        return self._launch
 
-
-def _do_nothing(*arguments: Any, **options: Any) -> None: ...
+    def _launch(self, *arguments: Any, **options: Any) -> None:
+        self.launches.count += 1
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -45,8 +52,13 @@ def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: A
 
 
 @contextmanager
-def stub_gpu() -> Iterator[None]:
-    """Let tensors on the CPU pass for those of a Hopper card; what is cached meanwhile is dropped at the end."""
+def stub_gpu() -> Iterator[Launches]:
+    """Let tensors on the CPU pass for those of a Hopper card; what is cached meanwhile is dropped at the end.
+
+    Yields:
+        The launches of Triton's kernels so far.
+    """
+    launches = Launches()
     kernels = SimpleNamespace(_scaled_dot_product_cudnn_attention=_attend_with_lse)
     replacements: list[tuple[Any, str, Any]] = [
         (Tensor, "is_cuda", property(lambda x: True)),
@@ -54,7 +66,7 @@ def stub_gpu() -> Iterator[None]:
         (torch.cuda, "get_device_properties", lambda device=None: HOPPER),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "current_device", lambda: None),  # the index of the CPU
-        (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel()),
+        (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel(launches)),
         (tile_kernels, "aten", kernels),
         (F, "scaled_dot_product_attention", _attend),
         (sdpa, "tiles_on_cpu", lambda branch: None),
@@ -64,6 +76,6 @@ def stub_gpu() -> Iterator[None]:
         with ExitStack() as stack:
             for owner, name, stand_in in replacements:
                 stack.enter_context(patch.object(owner, name, stand_in))
-            yield
+            yield launches
     finally:
         clear_caches(keep_compiled=True)

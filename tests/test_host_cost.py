@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import isentrope as ise
 from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
@@ -86,6 +87,60 @@ def test_layers_of_a_served_step_share_all_but_their_own_operations(host, length
                 counts.append(host.count_operations(lambda: serving.run_step(manager, model.device)))  # noqa: B023
     plain, extended = (counts[1] - counts[0]) / 2, (counts[3] - counts[2]) / 2
     assert extended - plain <= more
+
+
+# kind of step: the most operations and launches that a layer adds to the plain model's, on the host of a GPU
+STEP_LIMITS = {"long": {"prefill": 0, "decode": 2}, "mixed": {"prefill": 12, "decode": 14}}
+
+
+def make_load(load, count):
+    """Prompts of so many requests: all past the length at which the recipe is idle, or half of them."""
+    long = [[3] * (40 + 3 * n) for n in range(count)]
+    return long if load == "long" else [[3] * (5 + n) for n in range(count // 2)] + long[: count // 2]
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="the kernels are Triton's")
+@pytest.mark.parametrize("load", STEP_LIMITS)
+def test_operations_of_a_served_step_do_not_grow_with_its_requests(host, load, monkeypatch):
+    """On the host of a GPU, where operations are launches: prompts are one call, requests that decode another."""
+    serving = importlib.import_module("serving")
+    monkeypatch.setitem(serving.BATCH_TOKENS, "cpu", 4096)  # all prompts in one step
+    plain = serving.count_layer(None, make_load(load, 4), 4, on_gpu=True)
+    counts = [serving.count_layer("rerope:window=32+share", make_load(load, n), 4, on_gpu=True) for n in (4, 16)]
+    assert counts[0] == counts[1]
+    for kind, limit in STEP_LIMITS[load].items():
+        assert counts[0][kind] - plain[kind] <= limit, kind
+
+
+class ReadCounter(TorchDispatchMode):
+    """Counts operations that wait for a device because the host reads a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal
+        self.count += function.overloadpacket in reads
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="the kernels are Triton's")
+@pytest.mark.parametrize("load", STEP_LIMITS)
+def test_a_served_step_reads_from_a_gpu_once(host, load, monkeypatch):
+    """The lengths of its requests, before its first layer; layers that read prompts or decode read nothing."""
+    serving, stub_gpu = (importlib.import_module(name) for name in ("serving", "stub_gpu"))
+    model = ise.extend(serving.make_small(2, torch.bfloat16), "rerope:window=32+share")
+    counter, copies, copy = ReadCounter(), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: copies.append(x) or copy(x))
+    model.register_forward_pre_hook(lambda *args: (copies.clear(), counter.__enter__(), None)[2], prepend=True)
+    model.register_forward_hook(lambda *args: (counter.__exit__(None, None, None), seen.append(len(copies)), None)[2])
+    seen = []
+    with stub_gpu.stub_gpu(), torch.no_grad():
+        manager = serving.start(model, make_load(load, 6), 4)
+        while serving.run_step(manager, model.device) is not None:
+            pass
+    assert seen == [1] * 4 and counter.count == 0
 
 
 def test_the_backend_is_chosen_once(monkeypatch):
