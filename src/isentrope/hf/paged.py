@@ -102,8 +102,11 @@ class PagedStep:
             key, value = (x.expand(batch.rows, -1, -1, -1) for x in (key, value))
         elif batch.rows > 1:
             query, key, value = (x[0].unflatten(1, (batch.rows, -1)).transpose(0, 1) for x in (query, key, value))
-        rows = call._replace(query=query, key=key, value=value, mask=None)
-        out = layer.attend(rows, batch.layout, rotated=layer.rotated_recipe is not None)
+        if batch.prepared is not None and batch.prepared.scaling == call.scaling:
+            out = batch.prepared.run(query, key, value)
+        else:
+            rows = call._replace(query=query, key=key, value=value, mask=None)
+            out = layer.attend(rows, batch.layout, rotated=layer.rotated_recipe is not None)
         if batch.shared:
             return out.transpose(0, 1)
         return out.flatten(0, 1)[None] if batch.rows > 1 else out

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from isentrope.backends.protocol import Backend
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES
 from isentrope.builder import Inputs, build_call
+from isentrope.core.call import AttentionCall
 from isentrope.core.compile import can_run_triton
 from isentrope.core.layout import Layout
 from isentrope.core.packed_layout import PackedKeys, PackedLayout
 from isentrope.core.region import CAUSAL, Region
-from isentrope.dispatch import BAND, DECODE, SDPA, choose_backend
+from isentrope.dispatch import BAND, DECODE, MAX_BRANCHED_Q_ELEMENTS, SDPA, choose_backend
 from isentrope.hf.layer import Layer, LayerCall
 
 MAX_PADDING = 2  # rows of one call have at least 1 / MAX_PADDING of the keys of its longest row
@@ -50,6 +52,25 @@ class PackedRow(NamedTuple):
     last_positions: Tensor
 
 
+class PreparedCall(NamedTuple):
+    """A call that layers repeat with tensors of their own, which costs a fraction of building and dispatching it.
+
+    call: with tensors of the same sizes.
+    backend: chosen for it.
+    scaling: of the layers that may repeat it.
+    """
+
+    call: AttentionCall
+    backend: Backend
+    scaling: float | None
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output, (rows, queries, heads, d)."""
+        call = self.call.set_tensors(query, key, value)
+        vars(call)["shared"] = self.call.shared
+        return self.backend.forward(call, need_lse=False)[0].transpose(1, 2).contiguous()
+
+
 class Batch(NamedTuple):
     """Requests whose attention is one call.
 
@@ -58,6 +79,7 @@ class Batch(NamedTuple):
     rows: of the call.
     shared: whether all rows have the same keys.
     layout: of the call.
+    prepared: the call, where layers may repeat it.
     """
 
     queries: slice | Tensor | None
@@ -65,6 +87,7 @@ class Batch(NamedTuple):
     rows: int
     shared: bool
     layout: Layout
+    prepared: PreparedCall | None = None
 
 
 class Plan(NamedTuple):
@@ -160,7 +183,8 @@ class Pages:
     def plan(self, layer: Layer, call: LayerCall) -> Plan:
         """Divide the requests among the model's own attention and calls under a layer's recipe."""
         plain_allowed = call.sink_logits is None and layer.eager_attention is None
-        key = (id(layer.recipe), layer.native_mask, plain_allowed, call.query.dtype)
+        shapes = call.query.shape, call.key.shape, call.value.shape
+        key = (id(layer.recipe), layer.native_mask, layer.backend, plain_allowed, call.query.dtype, shapes)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = self._plan(layer, call, plain_allowed)
@@ -186,7 +210,7 @@ class Pages:
         for numbers in rows:
             width = max(keys[number] for number in numbers)
             batches.append(self._make_rows(numbers, width, first))
-            parts.append(self._index_keys(numbers, width))
+            parts.append(self._index_rows(numbers, width))
             first += len(numbers) * width
         if len(parts) == 1:
             return Plan(idle, mask, parts[0], [batches[0]._replace(keys=None)])
@@ -213,8 +237,18 @@ class Pages:
         sequence, position = self.query_requests, self.row.position_ids[0]
         if index is not None:
             sequence, position = sequence[index], position[index]
-        layout = PackedLayout(self.packed, sequence, position, by_row)
-        return Batch(index, None, layout.batch, by_row, layout) if _reads_what_it_sees(layer, call, layout) else None
+        # keys of prompts are rotated beforehand, and so no others are taken
+        keys, packed = None if by_row else self._index_keys(numbers), self.packed
+        if keys is not None:
+            packed = PackedKeys(packed.bounds - keys.start, packed.sequence[keys])
+        layout = PackedLayout(packed, sequence, position, by_row)
+        built = _build_call(layer, call, layout)
+        backend = choose_backend(built, layer.backend)
+        # any other would hide the keys of other requests behind a mask, for work that grows with their number
+        if backend not in ((DECODE, BAND) if can_run_triton(call.query) else (SDPA,)):
+            return None
+        prepared = _prepare(layer, call, layout, backend)
+        return Batch(index, keys, layout.batch, by_row, layout, prepared)
 
     def _index_queries(self, numbers: list[int]) -> slice | Tensor | None:
         """Return where the queries of some requests, in their order, are in the packed row; None for all of it."""
@@ -225,12 +259,15 @@ class Pages:
             return slice(spans[0].start, spans[-1].stop)
         return self._to_device([query for span in spans for query in range(span.start, span.stop)])
 
+    def _index_keys(self, numbers: list[int]) -> slice | None:
+        """Return the packed keys from the first of some requests, in their order, to the last; None for all of them."""
+        keys = slice(self.first_key[numbers[0]], self.first_key[numbers[-1]] + self.requests.keys[numbers[-1]])
+        return None if keys == slice(0, self.total_keys) else keys
+
     def _take_alone(self, number: int) -> Batch:
         """Return the call of one request."""
-        keys = slice(self.first_key[number], self.first_key[number] + self.requests.keys[number])
-        keys_or_all = None if len(self.requests.keys) == 1 else keys
         layout = self._make_layout([number], self.requests.queries[number], self.requests.keys[number])
-        return Batch(self._index_queries([number]), keys_or_all, 1, False, layout)
+        return Batch(self._index_queries([number]), self._index_keys([number]), 1, False, layout)
 
     def _group(self, active: list[int], padded: bool) -> list[list[int]]:
         """Divide requests into those of equal shape; with `padded`, single queries over different numbers of keys."""
@@ -266,7 +303,7 @@ class Pages:
         layout.harmless_padding = True  # a key of the same request
         return layout
 
-    def _index_keys(self, numbers: list[int], width: int) -> Tensor:
+    def _index_rows(self, numbers: list[int], width: int) -> Tensor:
         """Return the packed keys of some requests, (requests · width,): padding is the first key of its request."""
         lengths = [self.requests.keys[number] for number in numbers]
         if min(lengths) == width and len(numbers) == len(self.requests.keys):
@@ -276,15 +313,26 @@ class Pages:
         return torch.maximum(bounds[0] + torch.arange(width, device=self.device), bounds[1]).flatten()
 
 
-def _reads_what_it_sees(layer: Layer, call: LayerCall, layout: PackedLayout) -> bool:
-    """Return whether a layer's attention in a packed row reads no more than the keys that each query sees.
-
-    Otherwise masks would hide those of other requests, for work that grows with their number.
-    """
-    rotated = layer.rotated_recipe is not None
-    recipe, options = layer.get_attention_arguments(layout, call.scaling, rotated)
+def _build_call(layer: Layer, call: LayerCall, layout: PackedLayout) -> AttentionCall:
+    """Build a layer's call of this layout, with tensors that stand for those of its sizes."""
+    recipe, options = layer.get_attention_arguments(layout, call.scaling, rotated=layer.rotated_recipe is not None)
     rows = layout.batch, -1
     query = call.query[:, :, :1].expand(*rows, layout.queries, -1)
     key, value = (x[:, :, :1].expand(*rows, layout.keys, -1) for x in (call.key, call.value))
-    backend = choose_backend(build_call(Inputs(query, key, value, **options), recipe), layer.backend)
-    return backend in ((DECODE, BAND) if can_run_triton(query) else (SDPA,))
+    return build_call(Inputs(query, key, value, **options), recipe)
+
+
+def _prepare(layer: Layer, call: LayerCall, layout: PackedLayout, backend: Backend) -> PreparedCall | None:
+    """Return the call for layers to repeat; None where each has more to do than to run a backend that reads no padding.
+
+    That is where laws are learned, or depend on entropy, where autocast or gradients are on, and in large calls.
+    """
+    if layer.temperature is not None or call.sink_logits is not None or torch.is_grad_enabled():
+        return None
+    if torch.is_autocast_enabled(call.query.device.type) or backend.reads_padding:
+        return None
+    built = _build_call(layer, call, layout)  # again: what is cached has what layers share
+    laws = any(branch.entropy_law is not None for branch in built.branches)
+    if built.shared is None or laws or built.q.numel() > MAX_BRANCHED_Q_ELEMENTS:
+        return None
+    return PreparedCall(built, backend, call.scaling)
