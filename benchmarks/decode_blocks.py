@@ -3,7 +3,7 @@
     python benchmarks/decode_blocks.py [--n 32768] [--batch 8] [--heads 9/3/64,32/8/128] [--shapes 128x3x4x2,64x3x4x2]
 
 A shape is vectors of a block, pipeline stages, warps and programs per multiprocessor, as in
-`backends.decode.kernel.SERVER_BLOCKS`, whose own is the first of each head size and what the others are compared with,
+`backends.decode.blocks.SERVER_BLOCKS`, whose own is the first of each head size and what the others are compared with,
 in time and in what they return. Calls run inside a CUDA graph; the last lines name the best of each row. On a CPU, with
 TRITON_INTERPRET=1 and a small --n, only whether shapes are right.
 """
@@ -20,7 +20,7 @@ from measure import Sizes, sizes
 from methods import branched, folded
 from targets import measure_decoding
 
-from isentrope.backends.decode import kernel
+from isentrope.backends.decode.blocks import Blocks, find_device_blocks
 from isentrope.core import switches
 from isentrope.core.compile import can_run_triton
 
@@ -48,12 +48,12 @@ def main() -> None:
     for counts in options.heads.split(","):
         heads, key_heads, d = map(int, counts.split("/"))
         shape = Shape(options.batch, heads, key_heads, 1, options.n, d)
-        blocks = kernel.find_device_blocks(device)[1]
+        blocks = find_device_blocks(device)[1]
         own = blocks[d]
         listed = (options.shapes or SHAPES[d]).split(",")
-        candidates = dict.fromkeys([own, *(kernel.Blocks(*map(int, text.split("x"))) for text in listed)])
+        candidates = dict.fromkeys([own, *(Blocks(*map(int, text.split("x"))) for text in listed)])
         for method in (folded(size)["InfoScale"], branched(size.windows[-1])[0]):
-            times: dict[kernel.Blocks, float] = {}
+            times: dict[Blocks, float] = {}
             for candidate in candidates:
                 name = f"{method.name}, {options.batch} × {counts}: {'x'.join(map(str, candidate))}"
                 try:
@@ -70,9 +70,9 @@ def _measure(
     size: Sizes,
     shape: Shape,
     recipe: str,
-    blocks: dict[int, kernel.Blocks],
-    candidate: kernel.Blocks,
-    own: kernel.Blocks,
+    blocks: dict[int, Blocks],
+    candidate: Blocks,
+    own: Blocks,
     name: str,
 ) -> float:
     """Return milliseconds of a call with these blocks, once it returns what it does with the kernel's own."""

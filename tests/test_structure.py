@@ -127,8 +127,7 @@ def test_backends_import_neither_methods_nor_one_another():
     for path in (SOURCE / "backends").rglob("*.py"):
         name = str(path.relative_to(SOURCE / "backends"))
         others = {name for name in imports(path) if name.startswith("isentrope.backends")}
-        others -= {"isentrope.backends.decode"} if name.startswith("decode/") else set()
-        if name.startswith(("band/", "blocks/")):  # the modules of one backend
+        if name.startswith(("band/", "blocks/", "decode/")):  # the modules of one backend
             others = {other for other in others if not other.startswith(f"isentrope.backends.{name.split('/')[0]}.")}
         assert others <= shared | delegating.get(name, set()), f"{name} imports {others - shared}"
         assert {package(name) for name in imports(path)} <= {"backends", "core", "utils"}

@@ -16,7 +16,7 @@ from isentrope.backends.decode.backend import DecodeBackend
 from isentrope.backends.dense import DenseBackend
 from isentrope.backends.flex import FlexBackend
 from isentrope.backends.padding import blank_padding
-from isentrope.backends.protocol import Backend
+from isentrope.backends.protocol import Backend, Launch
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CALL_VALUES
@@ -80,6 +80,13 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
     if backend in (AUTO, BAND.name, BLOCKS.name) and not need_entropy and BAND.computes_all(call):
         return _run(call, backend, need_lse, need_entropy)
     return _run_by_heads(call, max_elements, backend, need_lse, need_entropy)
+
+
+def prepare(call: AttentionCall, backend: str) -> Launch | None:
+    """Return a launch for calls that differ from this one in q, k and v alone; None where there is none."""
+    if call.choice is not None or any(branch.entropy_law is not None for branch in call.branches):
+        return None
+    return None if call.q.numel() > _max_q_elements(call) else choose_backend(call, backend).prepare(call)
 
 
 def check_backend(name: str) -> None:

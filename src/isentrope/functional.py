@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
+from isentrope.backends.protocol import Launch
 from isentrope.builder import Inputs, build_call
 from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.layout_checks import PositionIds
-from isentrope.dispatch import dispatch
+from isentrope.dispatch import dispatch, prepare
 from isentrope.masks import Mask
 from isentrope.recipe import Recipe, as_recipe
 from isentrope.utils.messages import format_value
@@ -98,6 +99,16 @@ def attention(
     if not (return_lse or return_entropy):
         return result.out
     return result.out, Aux(result.lse, result.entropy, result.backend)
+
+
+def prepare_attention(inputs: Inputs, recipe: Recipe, backend: str) -> Launch | None:
+    """Return what computes `attention` for tensors laid out like these, as often as needed; None where nothing does.
+
+    Gradients, autocast and torch.func are to be off whenever the launch runs.
+    """
+    recipe = recipe.resolve()
+    _check_tensors(inputs.q, inputs.k, inputs.v)
+    return prepare(build_call(inputs, recipe), backend)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -61,7 +61,7 @@ def test_blocks_of_decoding_fit_a_multiprocessor(d, heads, kv_heads):
 
 @pytest.mark.skipif(not compiled.HAS_TRITON, reason="needs Triton")
 def test_splits_of_decoding_fill_the_multiprocessors():
-    from isentrope.backends.decode.kernel import count_splits, share_heads
+    from isentrope.backends.decode.blocks import count_splits, share_heads
 
     assert [share_heads(*sizes) for sizes in ((3, 3, 4), (8, 4, 2), (8, 4, 4), (5, 1, 4), (1, 40, 4))] == [
         3,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from isentrope.core.compile import can_run_triton
 from isentrope.core.rotation import is_transformed
 
 TRITON_HEAD_DIMS = (32, 64, 128, 256)
+
+
+class Launch(Protocol):
+    """A call of which all is worked out but the addresses of its tensors; it holds none of q, k and v."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attend with tensors laid out like those that it was prepared for, in a device's current stream.
+
+        Written are the output, contiguous as (batch, heads, queries, dv), and a log-sum-exp where one is given.
+        """
+        ...
 
 
 class Backend(ABC):
@@ -43,6 +54,10 @@ class Backend(ABC):
 
         A query without visible keys gives zeros and -inf. The log-sum-exp may be None unless it is needed.
         """
+
+    def prepare(self, call: AttentionCall) -> Launch | None:
+        """Return a launch for calls that differ from this one in q, k and v alone; None where it has none."""
+        return None
 
     def forward_with_entropy(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return output, log-sum-exp and the entropy of each query's weights, None where that takes a further pass."""

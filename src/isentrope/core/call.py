@@ -203,6 +203,14 @@ class AttentionCall:
             )
 
 
+def describe_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return all that a launch depends on in q, k and v, but for their addresses and contents."""
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class FoldedBranch:
     """One branch with rotation, τ and norms folded into q and k.

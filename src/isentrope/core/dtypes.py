@@ -21,9 +21,14 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast on x's device: it would round what is kept in fp32 on purpose."""
     kind = x.device.type
-    if kind in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return nullcontext() if get_autocast_dtype(kind) is None else torch.autocast(kind, enabled=False)
+
+
+def get_autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device, None where it is off."""
+    if device not in ("cpu", "cuda", "mps", "xpu") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def choose_load_dtype(

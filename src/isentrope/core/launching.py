@@ -8,7 +8,7 @@ same compiled kernel, and runs it directly.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -33,56 +33,80 @@ register_clear(_known.clear)
 def launch_kernel(
     kernel: Any,
     grid: tuple[int, int, int],
-    tensors: tuple[Tensor | TensorDescriptor, ...],
+    tensors: tuple[Tensor | TensorDescriptor | tuple[Tensor, ...], ...],
     numbers: tuple[float, ...],
     constants: dict[str, Hashable],
     options: dict[str, Hashable] | None = None,
-) -> None:
+) -> CompiledKernel | None:
     """Run `kernel[grid](*tensors, *numbers, **constants, **options)` on the device of the first tensor.
 
     Args:
         kernel: a function under `triton.jit` whose arguments are, in this order, tensors, numbers and constants.
         grid: programs along three axes.
-        tensors: all pointers, and blocks for the copy engine.
+        tensors: all pointers, tuples of them, and blocks for the copy engine; the first is a tensor.
         numbers: integers and floats; an argument must not be one at one launch and the other at the next.
         constants: all arguments that are `tl.constexpr`, in their order.
         options: of the compiler, such as `num_warps`.
+
+    Returns:
+        The compiled kernel, which a launch that differs in addresses alone may run, aligned ones provided that these
+        were; None where there is none to run directly.
     """
-    key = _make_key(kernel, tensors, numbers, constants, options)
+    key, pointers = _make_key(kernel, tensors, numbers, constants, options)
     known = None if key is None else _known.get(key)
     if known is None:  # in any other order a kernel that is launched directly would misread them
         assert kernel.arg_names[-len(constants) :] == list(constants), "expected constants last, in the kernel's order"
     with device_context(tensors[0]):
         if known is not None:
-            known[1][grid](*tensors, *numbers, *constants.values())
-            return
+            known[1][grid](*pointers, *numbers, *constants.values())
+            return known[1]
         compiled = kernel[grid](*tensors, *numbers, **constants, **(options or {}))
-    if key is not None and isinstance(compiled, CompiledKernel):
-        if len(_known) >= MAX_LAUNCHES:
-            _known.clear()
-        _known[key] = kernel, compiled  # with the kernel, so that no other can have its id
+    if key is None or not isinstance(compiled, CompiledKernel):
+        return None
+    if len(_known) >= MAX_LAUNCHES:
+        _known.clear()
+    _known[key] = kernel, compiled  # with the kernel, so that no other can have its id
+    return compiled
 
 
 def _make_key(
     kernel: Any,
-    tensors: tuple[Tensor | TensorDescriptor, ...],
+    tensors: tuple[Tensor | TensorDescriptor | tuple[Tensor, ...], ...],
     numbers: tuple[float, ...],
     constants: dict[str, Hashable],
     options: dict[str, Hashable] | None,
-) -> Hashable:
+) -> tuple[Hashable, list[Any]]:
     """Return all that a compiled kernel depends on, with each number itself for what Triton knows of it.
 
-    None where a hook wants to see the arguments, and in Triton's interpreter: those take the arguments as they are.
+    Also return the addresses of tensors, which a compiled kernel takes without asking the driver about each.
+
+    The key is None where a hook wants to see the arguments, and in Triton's interpreter: those take them as they are.
     """
     if not REUSES_KERNELS or not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
-        return None
-    # blocks for the copy engine are aligned
-    addresses = [x.data_ptr() for x in tensors if type(x) is not TensorDescriptor]
-    kinds = [(x.base.dtype, *x.block_shape) if type(x) is TensorDescriptor else x.dtype for x in tensors]
-    if reduce(or_, addresses) % ALIGNMENT_BYTES:
+        return None, []
+    kinds, pointers, addresses = [], [], []
+    for x in tensors:
+        if type(x) is TensorDescriptor:  # blocks for the copy engine are aligned
+            kinds.append((x.base.dtype, *x.block_shape))
+            pointers.append(x)
+            continue
+        if type(x) is tuple:
+            kinds.append(tuple([part.dtype for part in x]))
+            pointers.append(tuple([part.data_ptr() for part in x]))
+            addresses += pointers[-1]
+            continue
+        kinds.append(x.dtype)
+        pointers.append(x.data_ptr())
+        addresses.append(pointers[-1])
+    if not are_aligned(addresses):
         kinds += [address % ALIGNMENT_BYTES == 0 for address in addresses]
     chosen = () if options is None else tuple(options.values())
-    return id(kernel), tensors[0].device, *kinds, numbers, tuple(constants.values()), chosen
+    return (id(kernel), tensors[0].device, *kinds, numbers, tuple(constants.values()), chosen), pointers
+
+
+def are_aligned(addresses: Iterable[int]) -> bool:
+    """Return whether kernels that were compiled for aligned pointers take all of these."""
+    return reduce(or_, addresses) % ALIGNMENT_BYTES == 0
 
 
 def next_power_of_2(n: int) -> int:

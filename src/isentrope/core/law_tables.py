@@ -18,6 +18,7 @@ from isentrope.core.compile import values_are_readable
 MIN_TABLE_ENTRIES = 1 << 10
 MAX_TABLE_ELEMENTS = 1 << 18  # heads included
 MAX_EXACT_COUNT = 1 << 24  # fp32 has every integer below
+ALIGNED_ENTRIES = 4  # in fp32, as kernels are compiled for: rows begin at multiples of these, or there would be two
 
 _tables = LRUCache[Hashable, "Tensor | None"](MAX_LAW_TABLES)
 
@@ -53,8 +54,11 @@ def look_up_law(
 
 
 def _make_table(law: Callable[[Tensor], Tensor], counts: range, like: Tensor) -> Tensor | None:
-    """Return the values of a law, (entries, heads or 1); None where that is too many."""
+    """Return the values of a law, (entries, heads or 1), in aligned rows; None where that is too many."""
     with torch.no_grad():
         n = torch.arange(counts.start, counts.stop, dtype=like.dtype, device=like.device)
         values = law(n[None, None])
-    return None if values.numel() > MAX_TABLE_ELEMENTS else values[0].mT.contiguous()
+    heads = values.shape[1]
+    if values.numel() > MAX_TABLE_ELEMENTS:
+        return None
+    return F.pad(values[0].mT, (0, -heads % ALIGNED_ENTRIES)).contiguous()[:, :heads]

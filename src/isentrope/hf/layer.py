@@ -13,12 +13,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isentrope.core.caching import bounded_cache
 from isentrope.core.compile import values_are_readable
+from isentrope.core.dtypes import get_autocast_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.functional import attention
+from isentrope.hf.decoding import prepare_launch, run_launch, takes_launch
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
-from isentrope.hf.layout_cache import LayoutCache
+from isentrope.hf.layout_cache import CachedLayout, LayoutCache
 from isentrope.hf.mask import make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
@@ -126,12 +128,19 @@ class Layer(nn.Module):
             return self._run_parallel(self.parallel, call, rows)
         if is_context_parallel(query):
             self._check_context_parallel(sink_logits)
-        layout = self.get_layout(call)
+        entry = self.get_entry(call) if takes_launch(self, call) else None
+        if entry is not None and (out := run_launch(self, call, entry)) is not None:
+            return out
+        layout = self.get_layout(call) if entry is None else entry.layout
         if layout.implicit and self.idle(key.shape[2], layout.framed):
             if self.eager_attention is not None and self._model_idle(key.shape[2]):
                 return self._run_eager(call, layout)
             if sink_logits is None and (call.dropout or not self._needs_large_mask(call, layout)):
                 return self._run_sdpa(call, layout)
+        if entry is not None and prepare_launch(self, call, entry):
+            out = run_launch(self, call, entry)
+            assert out is not None
+            return out
         return self.attend(call, layout)
 
     def attend(self, call: LayerCall, layout: Layout, rotated: bool = False) -> Tensor:
@@ -194,6 +203,11 @@ class Layer(nn.Module):
             )
         if type(query) is not Tensor or query.is_meta:
             return self._compute_layout(call)
+        return self.get_entry(call).layout
+
+    def get_entry(self, call: LayerCall) -> CachedLayout:
+        """Return the layout with what else the layers of a forward pass share."""
+        query, key = call.query, call.key
         # a captured graph computes its own: what a pass before it has left behind would never change again
         captured = not values_are_readable(query)
         shape = (query.shape[0], query.shape[2], key.shape[2], query.device, captured)
@@ -280,15 +294,8 @@ def _check_dropout(call: LayerCall) -> None:
 
 def _autocast(*tensors: Tensor) -> Any:
     """Return tensors in the dtype of autocast, as SDPA takes them."""
-    dtype = _autocast_dtype(tensors[0].device.type)
+    dtype = get_autocast_dtype(tensors[0].device.type)
     return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a device, None where it is off."""
-    if device not in ("cpu", "cuda", "mps", "xpu") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 def get_layer(module: nn.Module) -> Any:

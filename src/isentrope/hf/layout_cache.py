@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class CachedLayout:
     version: int | None  # of position_ids
     shape: tuple[Any, ...]
     layout: Layout
+    launches: dict[Hashable, Any] = field(default_factory=dict)  # of decoding, by all that may differ between layers
 
 
 class TracedLayout(NamedTuple):
@@ -68,8 +69,10 @@ class LayoutCache:
         position_ids: Tensor | None,
         compute: Callable[[], Layout],
         captured: bool = False,
-    ) -> Layout:
+    ) -> CachedLayout:
         """Return the layout of a call, computed anew unless it belongs to the pass that the last one was for.
+
+        Launches are kept from one layer to those after it: where layers start over, another pass begins.
 
         Args:
             layer: the index of the layer among those that run, and its kind: layers of one kind share a layout.
@@ -94,12 +97,14 @@ class LayoutCache:
         ):
             mask_reference, ids_reference = (self._reference(x, kind) for x in (mask, position_ids))
             entry = CachedLayout(index, mask_reference, ids_reference, version, shape, compute())
+        elif entry.layer_index >= index:
+            entry.launches = {}
         if index + 1 == self.layer_count:
             self.entries.clear()
         else:
             entry.layer_index = index
             self.entries[kind] = entry
-        return entry.layout
+        return entry
 
     def set_paged(self, paged: bool) -> None:
         """Note whether the pass of this thread is over a paged cache."""

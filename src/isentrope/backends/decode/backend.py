@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isentrope.backends.protocol import Backend, triton_refusal
-from isentrope.core.call import AttentionCall
+from isentrope.backends.protocol import Backend, Launch, triton_refusal
+from isentrope.core.call import AttentionCall, describe_tensors
 from isentrope.core.layout import MAX_SPANS
 
 MAX_BRANCHES = 2
@@ -33,11 +33,23 @@ class DecodeBackend(Backend):
             return f"it takes {MAX_BRANCHES} branches of {MAX_SPANS} spans"
         return "it has no backward" if call.needs_grad else triton_refusal(call)
 
-    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor]:
-        run = torch.ops.isentrope.decode if torch.compiler.is_compiling() else _run
-        operands = call.cached("decode operands", lambda: _list_operands(call))
-        out, lse = run([call.q, call.k, call.v], *operands, call.scale, call.normalise)
+    def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v = call.q, call.k, call.v
+        if torch.compiler.is_compiling():
+            out, lse = torch.ops.isentrope.decode([q, k, v], *_list_operands(call), call.scale, call.normalise)
+            return out, lse
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if need_lse else None
+        self.prepare(call).run(q, k, v, out, lse)
         return out, lse
+
+    def prepare(self, call: AttentionCall) -> Launch:
+        qkv = [call.q, call.k, call.v]
+
+        def make() -> Launch:
+            return _make_launch(qkv, *_list_operands(call), call.scale, call.normalise)
+
+        return call.cached(("decode", describe_tensors(*qkv)), make)
 
 
 def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool], list[Tensor | None]]:
@@ -50,6 +62,27 @@ def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool
     return bounds, rotations, rotated, factors
 
 
+def _make_launch(
+    qkv: list[Tensor],
+    bounds: Tensor,
+    rotations: list[Tensor],
+    rotated: list[bool],
+    factors: list[Tensor | None],
+    scale: float,
+    normalise: bool,
+) -> Launch:
+    """Prepare the kernels.
+
+    `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`; `factors` are the τ of
+    all branches, then their offsets.
+    """
+    from isentrope.backends.decode.kernel import DecodeLaunch
+
+    count = len(factors) // 2
+    launch: Launch = DecodeLaunch(*qkv, bounds, rotations, rotated, factors[:count], factors[count:], scale, normalise)
+    return launch
+
+
 def _run(
     qkv: list[Tensor],
     bounds: Tensor,
@@ -59,16 +92,10 @@ def _run(
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel.
-
-    `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`; `factors` are the τ of
-    all branches, then their offsets.
-    """
-    from isentrope.backends.decode import kernel
-
     q, k, v = qkv
-    count = len(factors) // 2
-    return kernel.launch(q, k, v, bounds, rotations, rotated, factors[:count], factors[count:], scale, normalise)
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    _make_launch(qkv, bounds, rotations, rotated, factors, scale, normalise).run(q, k, v, out, lse)
+    return out, lse
 
 
 _decode = torch.library.custom_op("isentrope::decode", _run, mutates_args=())

@@ -4,67 +4,34 @@
 from __future__ import annotations
 
 from math import log
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.core.caching import MAX_DEVICES, bounded_cache
-from isentrope.core.launching import launch_kernel, next_power_of_2
+from isentrope.backends.decode.blocks import (
+    MIN_KEYS,
+    MIN_KEYS_PER_WARP,
+    MIN_ROWS,
+    MIN_SPLIT_KEYS,
+    count_splits,
+    find_device_blocks,
+    share_heads,
+)
+from isentrope.core.compile import device_context
+from isentrope.core.launching import are_aligned, launch_kernel, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
 
-
-class Blocks(NamedTuple):
-    """What a program reads at a time, for one head size.
-
-    vectors: keys of a block, counted in all its heads; half as many in fp32.
-    stages: of the pipeline, one more than the blocks in shared memory; two in fp32.
-    warps: of a program.
-    programs: that share a multiprocessor.
-    """
-
-    vectors: int
-    stages: int
-    warps: int
-    programs: int
-
-
-# By head size d. A block has vectors · 4d bytes of k and v in 16 bits, and keys · 4d of angles where it rotates. With
-# two of 32 + 8 KB per program and two programs, 80 KB are on their way to a multiprocessor while the others are read:
-# its share of 4.8 TB/s times a latency of 1 µs is 36 KB. `benchmarks/decode_blocks.py` times other shapes.
-SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 3, 4, 2), 256: Blocks(32, 3, 4, 1)}
-CONSUMER_BLOCKS = {
-    32: Blocks(128, 3, 4, 2), 64: Blocks(64, 3, 4, 2), 128: Blocks(32, 3, 4, 2), 256: Blocks(16, 3, 2, 1),
-}  # fmt: skip
-MIN_SHARED_MEMORY_BYTES = 200 << 10  # of a program, for SERVER_BLOCKS: Hopper and later have it
-MIN_ROWS = 16  # what tensor cores take: query heads per program are padded to it
-MIN_KEYS = 16  # of a block, likewise
-MIN_KEYS_PER_WARP = 8  # of a block, or warps repeat one another's work
-MAX_HEADS = 4  # key heads of a program, which share the angles that it reads
-MIN_SPLIT_KEYS = 256  # that are worth a program of their own
-MAX_WAVES = 8  # of programs, one after another on a multiprocessor
-SPLIT_TOLERANCE = 1.05  # of the shortest time, for fewer splits
-MAX_SPLIT_COUNTS = 1024  # kept
 MAX_MERGED_SPLITS = 64  # held in registers at a time
-MULTIPROCESSORS = 132  # of a GPU that is not there, in the interpreter
 LN2 = tl.constexpr(log(2))
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    angles: list[Tensor],
-    rotated: list[bool],
-    taus: list[Tensor | None],
-    offsets: list[Tensor | None],
-    scale: float,
-    normalise: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of one query per row over raw keys, in one or two branches.
+class DecodeLaunch:
+    """Attention of one query per row over raw keys, in one or two branches, for any tensors laid out like the first.
+
+    All but the addresses of q, k, v and the output is worked out here, once for the layers of a model.
 
     Args:
         q: (batch, heads, 1, d).
@@ -77,91 +44,109 @@ def launch(
         offsets: added to the scores of each branch, (batch or 1, heads or 1, 1).
         scale: factor of the scores.
         normalise: whether to divide queries and keys by their lengths.
-
-    Returns:
-        Output (batch, heads, 1, dv) and log-sum-exp (batch, heads, 1).
     """
-    batch, heads, _, size = q.shape
-    kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    groups = heads // kv_heads
-    multiprocessors, blocks = find_device_blocks(q.device)
-    vectors, stages, warps, resident = blocks[max(size, value_size)]
-    if q.element_size() > 2:
-        vectors, stages = max(MIN_KEYS, vectors // 2), 2
-    together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
-    rows = batch * kv_heads // together
-    splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
-    partial_out = q.new_empty(batch, heads, splits, value_size, dtype=torch.float32)
-    partial_lse = q.new_empty(batch, heads, splits, dtype=torch.float32)
-    rotated = rotated + [False] * (4 - len(rotated))
-    remaining, tables, angle_strides = iter(angles), [], []
-    for is_rotated in rotated:
-        for _ in range(2):
-            table = next(remaining) if is_rotated else partial_lse
-            tables.append(table)
-        # a table for all rows or all positions has stride 0 there
-        angle_strides += broadcast_strides(table if is_rotated else None, 0, 2)
-    tau0, tau1, offset0, offset1 = factors = [*_pad_pair(taus), *_pad_pair(offsets)]
-    out = q.new_empty(batch, heads, 1, value_size)
-    lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    launch_kernel(
-        _attend_split,
-        (rows, splits, 1),
-        (
-            q, k, v, partial_out, partial_lse, bounds,
-            *[partial_lse if x is None else x for x in factors], *tables,
-        ),
-        (
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        angles: list[Tensor],
+        rotated: list[bool],
+        taus: list[Tensor | None],
+        offsets: list[Tensor | None],
+        scale: float,
+        normalise: bool,
+    ) -> None:
+        batch, heads, _, size = q.shape
+        kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
+        groups = heads // kv_heads
+        rotated = rotated + [False] * (4 - len(rotated))
+        multiprocessors, blocks = find_device_blocks(q.device)
+        vectors, stages, warps, resident = blocks[max(size, value_size)]
+        if q.element_size() > 2:
+            vectors, stages = max(MIN_KEYS, vectors // 2), 2
+        together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
+        rows = batch * kv_heads // together
+        splits = self.splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
+        self.outputs = batch * heads
+        self.partial_size = self.outputs * splits * value_size  # a multiple of what is aligned
+        unused = bounds
+        remaining, tables, angle_strides = iter(angles), [], []
+        for is_rotated in rotated:
+            pair = (next(remaining), next(remaining)) if is_rotated else (unused, unused)
+            tables += pair
+            # a table for all rows or all positions has stride 0 there
+            angle_strides += broadcast_strides(pair[0] if is_rotated else None, 0, 2)
+        tau0, tau1, offset0, offset1 = factors = [*_pad_pair(taus), *_pad_pair(offsets)]
+        self.tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
+        self.grids = (rows, splits, 1), (self.outputs, 1, 1)
+        self.numbers = (
             *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *broadcast_strides(bounds, 0),
             *[stride for x in factors for stride in broadcast_strides(x, 0, 1)],
             *angle_strides, float(scale), kv_heads // together, splits,
-        ),
-        {
+        )  # fmt: skip
+        self.constants = {
             "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
             "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": 1 << (vectors // together).bit_length() - 1,
             "BRANCHES": bounds.shape[1], "TAU0": tau0 is not None, "TAU1": tau1 is not None,
             "OFFSET0": offset0 is not None, "OFFSET1": offset1 is not None, "NORMALISE": normalise,
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
             "IEEE": q.dtype == torch.float32,
-        },
-        {"num_stages": stages, "num_warps": warps},
-    )  # fmt: skip
-    padded = next_power_of_2(splits)
-    constants = {"VALUE_SIZE": value_size, "SPLITS": padded, "CHUNK": min(padded, MAX_MERGED_SPLITS)}
-    launch_kernel(_merge_splits, (batch * heads, 1, 1), (partial_out, partial_lse, out, lse), (splits,), constants)
-    return out, lse
+        }  # fmt: skip
+        padded = next_power_of_2(splits)
+        self.merge_constants = {"VALUE_SIZE": value_size, "SPLITS": padded, "CHUNK": min(padded, MAX_MERGED_SPLITS)}
+        self.options = {"num_stages": stages, "num_warps": warps}
+        # kernels that are run directly, and their arguments after the addresses that change
+        self._attend: tuple[Any, tuple[Any, ...]] | None = None
+        self._merge: dict[bool, tuple[Any, tuple[Any, ...]]] = {}
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the output, in memory (batch, heads, 1, dv), and the log-sum-exp, where one is given."""
+        with device_context(q):
+            if self.splits == 1:  # nothing to merge
+                target = q.new_empty(self.outputs, dtype=torch.float32) if lse is None else lse
+                self._run_attend(q, k, v, out, target, target.data_ptr())
+                return
+            partial = q.new_empty(self.partial_size + self.outputs * self.splits, dtype=torch.float32)
+            address = partial.data_ptr() + partial.element_size() * self.partial_size
+            self._run_attend(q, k, v, partial, partial, address)
+            self._run_merge(partial, address, out, lse)
+
+    def _run_attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lse_address: int) -> None:
+        """Launch the kernel of the splits; `lse` holds their log-sum-exps from an address on."""
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address
+        aligned = are_aligned(addresses)
+        if self._attend is not None and aligned:
+            run, others = self._attend
+            run(*addresses, *others)
+            return
+        tensors = (q, k, v, out, _view_from(lse, lse_address), *self.tensors)
+        kernel = launch_kernel(_attend_split, self.grids[0], tensors, self.numbers, self.constants, self.options)
+        if kernel is not None and aligned:
+            fixed = [x.data_ptr() for x in self.tensors]
+            self._attend = kernel[self.grids[0]], (*fixed, *self.numbers, *self.constants.values())
+
+    def _run_merge(self, partial: Tensor, lse_address: int, out: Tensor, lse: Tensor | None) -> None:
+        """Launch the kernel that merges the splits."""
+        written = partial if lse is None else lse
+        addresses = partial.data_ptr(), lse_address, out.data_ptr(), written.data_ptr()
+        aligned, known = are_aligned(addresses), self._merge.get(lse is None)
+        if known is not None and aligned:
+            run, others = known
+            run(*addresses, *others)
+            return
+        tensors, constants = (partial, _view_from(partial, lse_address), out, written), self.merge_constants
+        constants = {**constants, "LSE": lse is not None}
+        kernel = launch_kernel(_merge_splits, self.grids[1], tensors, (self.splits,), constants)
+        if kernel is not None and aligned:
+            self._merge[lse is None] = kernel[self.grids[1]], (self.splits, *constants.values())
 
 
-@bounded_cache(MAX_DEVICES)
-def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
-    """Return how many multiprocessors a device has, and blocks that fit their shared memory."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS, SERVER_BLOCKS
-    properties = torch.cuda.get_device_properties(device)
-    # AMD's cards do not say
-    large = getattr(properties, "shared_memory_per_block_optin", 0) > MIN_SHARED_MEMORY_BYTES
-    return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
-
-
-def share_heads(kv_heads: int, groups: int, most: int) -> int:
-    """Return how many key heads a program takes, at most `most`, so that their query heads fit the padded rows."""
-    most = max(1, min(most, MAX_HEADS, MIN_ROWS // groups))
-    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
-
-
-@bounded_cache(MAX_SPLIT_COUNTS)
-def count_splits(rows: int, most: int, resident: int) -> int:
-    """Return into how many parts, at most, to divide the keys of each row: few that leave no multiprocessor idle.
-
-    Args:
-        rows: programs without splits.
-        most: parts that are worth a program.
-        resident: programs that run at a time.
-    """
-    rows = max(1, rows)
-    counts = range(1, max(1, min(most, MAX_WAVES * resident // rows)) + 1)
-    times = [triton.cdiv(rows * count, resident) / count for count in counts]  # the last wave may not be full
-    return next(count for count, time in zip(counts, times, strict=True) if time <= SPLIT_TOLERANCE * min(times))
+def _view_from(x: Tensor, address: int) -> Tensor:
+    """Return a tensor's entries from an address on."""
+    return x.flatten()[(address - x.data_ptr()) // x.element_size() :]
 
 
 def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
@@ -173,6 +158,18 @@ def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
 def _load_heads(x, batch, head, x_batch, x_head, valid):
     """Load a value for each query head of a program, (batch or 1, heads or 1, 1)."""
     return tl.load(x + batch * x_batch + head * x_head, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_factors(tau, offset, batch, head, tau_batch, tau_head, offset_batch, offset_head, valid, TAU: tl.constexpr,
+                  OFFSET: tl.constexpr):  # fmt: skip
+    """Load τ and the offset of each query head of a program, the latter for powers of 2."""
+    factor, shift = tl.full(head.shape, 1.0, tl.float32), tl.zeros(head.shape, tl.float32)
+    if TAU:
+        factor = _load_heads(tau, batch, head, tau_batch, tau_head, valid)
+    if OFFSET:
+        shift = _load_heads(offset, batch, head, offset_batch, offset_head, valid) / LN2
+    return factor, shift
 
 
 @triton.jit
@@ -280,6 +277,15 @@ def _attend_split(
     count: tl.constexpr = GROUPS * HEADS
     row_valid, row_head = row < count, row // GROUPS
 
+    # of both branches here: between their loops every program would wait for them
+    q_head_index = first_head * GROUPS + row
+    factor0, shift0 = _load_factors(
+        tau0, offset0, batch, q_head_index, tau0_batch, tau0_head, offset0_batch, offset0_head, row_valid, TAU0, OFFSET0
+    )
+    factor1, shift1 = _load_factors(
+        tau1, offset1, batch, q_head_index, tau1_batch, tau1_head, offset1_batch, offset1_head, row_valid, TAU1, OFFSET1
+    )
+
     # visible keys: two intervals per branch, empty where low = high; a split counts them all, branch after branch
     bounds += batch * bounds_batch
     low0, low1 = tl.load(bounds), tl.load(bounds + 2)
@@ -294,7 +300,6 @@ def _attend_split(
     begin = tl.minimum(split * split_size, total)
     end = tl.minimum(begin + split_size, total)
 
-    q_head_index = first_head * GROUPS + row
     q_pointer = q + batch * q_batch + q_head_index[:, None].to(tl.int64) * q_head + lane[None, :]
     k += batch * k_batch + first_head.to(tl.int64) * k_head
     v += batch * v_batch + first_head.to(tl.int64) * v_head
@@ -304,35 +309,25 @@ def _attend_split(
     weights = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over blocks, and over keys at the end
     acc = tl.zeros((ROWS, VALUE_SIZE), tl.float32)
 
-    factor, shift = tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
-    if TAU0:
-        factor = _load_heads(tau0, batch, q_head_index, tau0_batch, tau0_head, row_valid)
-    if OFFSET0:
-        shift = _load_heads(offset0, batch, q_head_index, offset0_batch, offset0_head, row_valid) / LN2
     cos_q0, sin_q0, cos_k0, sin_k0 = (
         cos_q0 + batch * q0_batch, sin_q0 + batch * q0_batch, cos_k0 + batch * k0_batch, sin_k0 + batch * k0_batch,
     )  # fmt: skip
-    qa, qb = _load_queries(q_pointer, row, factor, cos_q0, sin_q0, lane, count, HALF, ROTATE_Q0, NORMALISE)
+    qa, qb = _load_queries(q_pointer, row, factor0, cos_q0, sin_q0, lane, count, HALF, ROTATE_Q0, NORMALISE)
     stop = tl.minimum(end, first_size)
     for start in range(begin, stop, BLOCK):
         row_max, weights, acc = _attend_block(
-            row_max, weights, acc, qa, qb, k, v, cos_k0, sin_k0, shift, start, stop, low0, size0, low1, row_head, lane,
+            row_max, weights, acc, qa, qb, k, v, cos_k0, sin_k0, shift0, start, stop, low0, size0, low1, row_head, lane,
             value_lane, k_head, k_key, v_head, v_key, k0_row, scale, HEADS, HALF, BLOCK, ROTATE_K0, NORMALISE, IEEE,
         )  # fmt: skip
     if BRANCHES == 2:
-        factor, shift = tl.full((ROWS,), 1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
-        if TAU1:
-            factor = _load_heads(tau1, batch, q_head_index, tau1_batch, tau1_head, row_valid)
-        if OFFSET1:
-            shift = _load_heads(offset1, batch, q_head_index, offset1_batch, offset1_head, row_valid) / LN2
         cos_q1, sin_q1, cos_k1, sin_k1 = (
             cos_q1 + batch * q1_batch, sin_q1 + batch * q1_batch, cos_k1 + batch * k1_batch, sin_k1 + batch * k1_batch,
         )  # fmt: skip
-        qa, qb = _load_queries(q_pointer, row, factor, cos_q1, sin_q1, lane, count, HALF, ROTATE_Q1, NORMALISE)
+        qa, qb = _load_queries(q_pointer, row, factor1, cos_q1, sin_q1, lane, count, HALF, ROTATE_Q1, NORMALISE)
         stop = end - first_size
         for start in range(tl.maximum(begin - first_size, 0), stop, BLOCK):
             row_max, weights, acc = _attend_block(
-                row_max, weights, acc, qa, qb, k, v, cos_k1, sin_k1, shift, start, stop, low2, size2, low3, row_head,
+                row_max, weights, acc, qa, qb, k, v, cos_k1, sin_k1, shift1, start, stop, low2, size2, low3, row_head,
                 lane, value_lane, k_head, k_key, v_head, v_key, k1_row, scale, HEADS, HALF, BLOCK, ROTATE_K1, NORMALISE,
                 IEEE,
             )  # fmt: skip
@@ -343,14 +338,15 @@ def _attend_split(
     lse = tl.where(row_sum > 0, (row_max + tl.log2(denominator)) * LN2, float("-inf"))
     tl.store(partial_lse + index, lse, mask=row_valid)
     out_pointer = partial_out + index[:, None] * VALUE_SIZE + value_lane[None, :]
-    tl.store(out_pointer, acc / denominator[:, None], mask=row_valid[:, None])
+    tl.store(out_pointer, (acc / denominator[:, None]).to(partial_out.dtype.element_ty), mask=row_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits(
-    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Merge the splits of one head, a chunk at a time; `SPLITS` is their number rounded up."""
+    partial_out, partial_lse, out, lse, splits,
+    VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one head, a chunk at a time; `SPLITS` is their number rounded up, lse is for `LSE` alone."""
     head, value_lane = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_SIZE)
     partial_lse += head * splits
     partial_out += head * splits * VALUE_SIZE
@@ -370,4 +366,5 @@ def _merge_splits(
         )
         acc += tl.sum(outputs * weight[:, None], 0)
     tl.store(out + head * VALUE_SIZE + value_lane, (acc / denominator).to(out.dtype.element_ty))
-    tl.store(lse + head, tl.where(row_sum > 0, anchor + tl.log(denominator), float("-inf")))
+    if LSE:
+        tl.store(lse + head, tl.where(row_sum > 0, anchor + tl.log(denominator), float("-inf")))

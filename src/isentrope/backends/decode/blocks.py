@@ -1,0 +1,75 @@
+"""How the keys of the decode backend are divided: blocks that a program reads at a time, heads it takes, and splits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from isentrope.core.caching import MAX_DEVICES, bounded_cache
+
+
+class Blocks(NamedTuple):
+    """What a program reads at a time, for one head size.
+
+    vectors: keys of a block, counted in all its heads; half as many in fp32.
+    stages: of the pipeline, one more than the blocks in shared memory; two in fp32.
+    warps: of a program.
+    programs: that share a multiprocessor.
+    """
+
+    vectors: int
+    stages: int
+    warps: int
+    programs: int
+
+
+# By head size d. A block has vectors · 4d bytes of k and v in 16 bits, and keys · 4d of angles where it rotates. With
+# two of 32 + 8 KB per program and two programs, 80 KB are on their way to a multiprocessor while the others are read:
+# its share of 4.8 TB/s times a latency of 1 µs is 36 KB. `benchmarks/decode_blocks.py` times other shapes.
+SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 3, 4, 2), 256: Blocks(32, 3, 4, 1)}
+CONSUMER_BLOCKS = {
+    32: Blocks(128, 3, 4, 2), 64: Blocks(64, 3, 4, 2), 128: Blocks(32, 3, 4, 2), 256: Blocks(16, 3, 2, 1),
+}  # fmt: skip
+MIN_SHARED_MEMORY_BYTES = 200 << 10  # of a program, for SERVER_BLOCKS: Hopper and later have it
+MIN_ROWS = 16  # what tensor cores take: query heads per program are padded to it
+MIN_KEYS = 16  # of a block, likewise
+MIN_KEYS_PER_WARP = 8  # of a block, or warps repeat one another's work
+MAX_HEADS = 4  # key heads of a program, which share the angles that it reads
+MIN_SPLIT_KEYS = 256  # that are worth a program of their own
+MAX_WAVES = 8  # of programs, one after another on a multiprocessor
+SPLIT_TOLERANCE = 1.05  # of the shortest time, for fewer splits
+MAX_SPLIT_COUNTS = 1024  # kept
+MULTIPROCESSORS = 132  # of a GPU that is not there, in the interpreter
+
+
+@bounded_cache(MAX_DEVICES)
+def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
+    """Return how many multiprocessors a device has, and blocks that fit their shared memory."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS, SERVER_BLOCKS
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's cards do not say
+    large = getattr(properties, "shared_memory_per_block_optin", 0) > MIN_SHARED_MEMORY_BYTES
+    return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
+
+
+def share_heads(kv_heads: int, groups: int, most: int) -> int:
+    """Return how many key heads a program takes, at most `most`, so that their query heads fit the padded rows."""
+    most = max(1, min(most, MAX_HEADS, MIN_ROWS // groups))
+    return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+
+
+@bounded_cache(MAX_SPLIT_COUNTS)
+def count_splits(rows: int, most: int, resident: int) -> int:
+    """Return into how many parts, at most, to divide the keys of each row: few that leave no multiprocessor idle.
+
+    Args:
+        rows: programs without splits.
+        most: parts that are worth a program.
+        resident: programs that run at a time.
+    """
+    rows = max(1, rows)
+    counts = range(1, max(1, min(most, MAX_WAVES * resident // rows)) + 1)
+    times = [-(-rows * count // resident) / count for count in counts]  # the last wave may not be full
+    return next(count for count, time in zip(counts, times, strict=True) if time <= SPLIT_TOLERANCE * min(times))

@@ -1,0 +1,219 @@
+"""Decoding with whole models: layers that run the launch of an earlier layer say what each would say by itself."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import isentrope as ise
+from isentrope.hf import decoding, layer
+from isentrope.recipe import Recipe
+from tests.contract.test_fast import interprets
+
+RECIPES = (
+    "rerope:window=6+infoscale",
+    "rerope:window=6+logn:keys=far+share:beta=0.75",
+    "selfextend:window=6,group=3",
+    "infoscale",
+)
+LAYERS, VOCABULARY = 3, 40
+
+
+def make_model(text=None, seed=0, layers=LAYERS, heads=(6, 2)):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=24, num_hidden_layers=layers, head_dim=32,
+        num_attention_heads=heads[0], num_key_value_heads=heads[1], max_position_embeddings=16, bos_token_id=1,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    return model if text is None else ise.extend(model, text)
+
+
+def make_ids(batch, length, seed=1):
+    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def count_launches(monkeypatch):
+    """Count the layers that prepare a launch, and all that run one."""
+    counts = {"prepared": 0, "run": 0}
+    for name, key in (("prepare_launch", "prepared"), ("run_launch", "run")):
+        function = getattr(decoding, name)
+
+        def counted(*given, function=function, key=key):
+            result = function(*given)
+            counts[key] += result is not None and result is not False
+            return result
+
+        monkeypatch.setattr(layer, name, counted)
+    return counts
+
+
+def run_alone(monkeypatch):
+    """Have every layer work out its call by itself."""
+    monkeypatch.setattr(layer, "takes_launch", lambda *given: False)
+
+
+def decode(model, ids, steps, cache, **options):
+    """Logits of a prompt's last token and of each token after it."""
+    prompt = ids.shape[1] - steps
+    outputs = [model(ids[:, :prompt], past_key_values=cache, **options).logits[:, -1]]
+    for n in range(prompt, ids.shape[1]):
+        grown = {key: mask[:, : n + 1] for key, mask in options.items()}
+        outputs.append(model(ids[:, n : n + 1], past_key_values=cache, **grown).logits[:, -1])
+    return torch.stack(outputs, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@interprets
+@pytest.mark.parametrize("text", RECIPES)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_interpreted_layers_share_a_launch(text, cache, monkeypatch):
+    model, ids = make_model(text), make_ids(2, 24)
+
+    def run():
+        made = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=32)
+        return decode(model, ids, 3, made)
+
+    counts = count_launches(monkeypatch)
+    together = run()
+    assert counts == {"prepared": 3, "run": 3 * LAYERS}
+    run_alone(monkeypatch)
+    assert torch.equal(together, run())
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(together, whole[:, 20:], rtol=1e-4, atol=1e-4)
+
+
+@interprets
+@pytest.mark.parametrize("text", RECIPES[:2])
+def test_interpreted_padded_rows_share_a_launch(text, monkeypatch):
+    model, ids = make_model(text), make_ids(2, 24)
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[0, :5] = 0
+    run = lambda: decode(model, ids, 2, DynamicCache(config=model.config), attention_mask=mask)  # noqa: E731
+    counts = count_launches(monkeypatch)
+    together = run()
+    assert counts["run"] == 2 * LAYERS
+    run_alone(monkeypatch)
+    assert torch.equal(together, run())
+
+
+@interprets
+def test_interpreted_models_and_batches_take_turns(monkeypatch):
+    """Two models, other batches, other lengths, step by step: none sees what another has prepared."""
+    models = [make_model(text, seed) for seed, text in enumerate(RECIPES[:2])]
+    models.append(copy.deepcopy(models[0]))
+    models.append(make_model(RECIPES[0], 3, heads=(4, 4)))
+    sizes = ((1, 20), (3, 20), (1, 23), (2, 20))
+
+    def start():
+        return [
+            [model, DynamicCache(config=model.config), make_ids(batch, length, n)]
+            for n, (model, (batch, length)) in enumerate(zip(models, sizes, strict=True))
+        ]
+
+    def step(model, cache, ids, n):
+        return model(ids[:, n : n + 1] if n else ids, past_key_values=cache).logits[:, -1]
+
+    turns = start()
+    mixed = [[step(*turn, n) for turn in turns] for n in range(4)]
+    run_alone(monkeypatch)
+    for n, turn in enumerate(start()):
+        alone = [step(*turn, m) for m in range(4)]
+        assert all(torch.equal(row[n], other) for row, other in zip(mixed, alone, strict=True))
+
+
+@interprets
+def test_interpreted_cropped_caches_and_changed_frequencies(monkeypatch):
+    """The same tokens at the same length once more, after the cache was cropped and after frequencies have changed."""
+    model, ids = make_model(RECIPES[0]), make_ids(1, 21)
+
+    def run(change):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache)
+        outputs = []
+        for factor in (1.0, 1.0, change):
+            model.model.rotary_emb.inv_freq *= factor
+            outputs.append(model(ids[:, 20:], past_key_values=cache).logits)
+            cache.crop(-1)
+        model.model.rotary_emb.inv_freq /= change
+        return outputs
+
+    first, again, changed = run(0.5)
+    assert torch.equal(first, again) and not torch.allclose(first, changed)
+    run_alone(monkeypatch)
+    assert all(map(torch.equal, (first, again, changed), run(0.5)))
+
+
+@interprets
+def test_interpreted_layers_with_recipes_of_their_own(monkeypatch):
+    """Laws with a table of layers: each prepares a launch of its own, and none runs another's."""
+    betas = tuple((0.1 * (1 + n),) * 6 for n in range(LAYERS))
+    recipe = Recipe.parse("rerope:window=6", train_length=16)
+    recipe = ise.Recipe(position=recipe.position, share=ise.Share(beta=betas, reference=4))
+    model, ids = make_model(recipe), make_ids(1, 22)
+    counts = count_launches(monkeypatch)
+    together = decode(model, ids, 2, DynamicCache(config=model.config))
+    assert counts == {"prepared": 2 * LAYERS, "run": 2 * LAYERS}
+    run_alone(monkeypatch)
+    assert torch.equal(together, decode(model, ids, 2, DynamicCache(config=model.config)))
+
+
+@interprets
+@pytest.mark.parametrize("how", ["beams", "assisted", "static"])
+def test_interpreted_generation_is_the_same(how, monkeypatch):
+    model, ids = make_model(RECIPES[1]), make_ids(1 if how == "assisted" else 2, 18)
+    options = {
+        "beams": {"num_beams": 3},
+        "assisted": {"assistant_model": make_model(RECIPES[0], 5, layers=1)},
+        "static": {"cache_implementation": "static", "disable_compile": True},
+    }[how]
+
+    def run():
+        options_now = copy.copy(options)
+        return model.generate(ids, max_new_tokens=5, do_sample=False, **options_now)
+
+    counts = count_launches(monkeypatch)
+    together = run()
+    assert counts["run"] > counts["prepared"] > 0
+    run_alone(monkeypatch)
+    assert torch.equal(together, run())
+
+
+@interprets
+def test_interpreted_layers_that_stop_halfway_leave_nothing_behind(monkeypatch):
+    model, ids = make_model(RECIPES[0]), make_ids(1, 21)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+    counts = count_launches(monkeypatch)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, 20:], past_key_values=cache)
+    hook.remove()
+    assert counts == {"prepared": 1, "run": 1}
+    cache.layers[0].crop(-1)
+    model(ids[:, 20:], past_key_values=cache)
+    assert counts == {"prepared": 2, "run": 1 + LAYERS}
+
+
+def test_a_launch_is_kept_only_for_layers_in_their_order():
+    entries = []
+    layouts = layer.LayoutCache(9)
+    shape, compute = (1, 1, 20), object
+    for index in (0, 1, 2, 2, 4, 1, 3):
+        entry = layouts.get((index, "kind"), shape, None, None, compute)
+        entries.append((len(entry.launches), entry))
+        entry.launches[index] = index
+    assert [count for count, _ in entries] == [0, 1, 2, 0, 1, 0, 1]
+    assert all(one is other for (_, one), (_, other) in pairwise(entries))
+    assert not layouts.get((4, "kind"), (1, 1, 21), None, None, compute).launches
+    assert not layouts.get((5, "other kind"), (1, 1, 21), None, None, compute).launches
