@@ -7,7 +7,7 @@ do not depend on the machine; microseconds of CPU time do, and are the least of 
 --compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
 graph, and seconds of CPU time up to the graph ("eager") and up to AOTAutograd's ("aot_eager") and code ("inductor").
 --stub-gpu: calls as a GPU's host makes them, up to kernels that do nothing (`stub_gpu`): Python functions that are
-called, and CPU time.
+called, and CPU time; then decoded tokens of whole models, by layer and for the rest of a step.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ GPU_RECIPES = {
     "CosScale + InfoScale": "rope+infoscale:train_length=64+cosine:alpha=128",
     "LM-Infinite": "rerope:window=64+lambda:sinks=5,window=64",
 }  # as benchmarks/targets.py has them, in short
+GPU_MODEL_RECIPES = {
+    "unextended": None,
+    "ReRoPE": "rerope:window=32",
+    "ReRoPE + InfoScale": "rerope:window=32+infoscale",
+    "ReRoPE + share + far LogN": "rerope:window=32+logn:keys=far+share:beta=0.75",
+}
+GPU_LAYERS = 2, 8
 GPU_KEYS, GPU_HEAD_SIZE, GPU_CALLS = 256, 32, 15  # so few calls that some repeats run undisturbed
 
 
@@ -137,10 +144,38 @@ def gpu_rows(calls: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_model(layers: int | None = None) -> LlamaForCausalLM:
+def gpu_layer_rows(calls: int) -> list[dict[str, Any]]:
+    """A decoded token of a whole model up to its kernels: what one more layer adds, and what is left of the step."""
+    from stub_gpu import stub_gpu  # Triton may not be installed
+
+    few, many = GPU_LAYERS
+    rows = []
+    for name, text in GPU_MODEL_RECIPES.items():
+        models = [make_model(layers, heads=(9, 3), head_dim=64).bfloat16() for layers in GPU_LAYERS]
+        if text is not None:
+            models = [ise.extend(model, text) for model in models]
+        with stub_gpu():
+            first, last = (measure_token(model, calls) for model in models)
+        layer = {key: (last[key] - first[key]) / (many - few) for key in first}
+        rows.append({"what": "token, a layer", "recipe": name, **layer})
+        rest = {key: first[key] - few * layer[key] for key in first}
+        rows.append({"what": "token, the rest", "recipe": name, **rest})
+    return rows
+
+
+def measure_token(model: LlamaForCausalLM, calls: int) -> dict[str, float]:
+    """Functions, operations and microseconds of CPU time of a decoded token, each with one key more than the last."""
+    run = read_token(model)
+    counts = {"functions": count_functions(run), "operations": count_operations(run)}
+    return {**counts, "us": time_calls(run, GPU_CALLS, max(1, calls))}
+
+
+def make_model(
+    layers: int | None = None, heads: tuple[int, int] = (4, 2), head_dim: int | None = None
+) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers or LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
+        vocab_size=64, hidden_size=8 * heads[0], intermediate_size=32, num_hidden_layers=layers or LAYERS,
+        num_attention_heads=heads[0], num_key_value_heads=heads[1], max_position_embeddings=64, head_dim=head_dim,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -210,12 +245,13 @@ def main() -> None:
         if options.compile:
             rows = compile_rows()
         elif options.stub_gpu:
-            rows = gpu_rows(options.calls)
+            rows = gpu_rows(options.calls) + gpu_layer_rows(options.calls)
         else:
             rows = attention_rows(options.calls) + model_rows(options.calls)
     for row in rows:
         unit = "functions" if options.stub_gpu else "operations"
-        print(f"{row['what']:14} {row['recipe']:45} {row[unit]:5.0f} {unit} {row['us']:9.0f} us")
+        more = f" {row['operations']:5.0f} operations" if options.stub_gpu and "operations" in row else ""
+        print(f"{row['what']:15} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(options.out) as file:
         file.write_text(json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")

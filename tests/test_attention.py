@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import isentrope as ise
-from isentrope.backends import chunked, tile_kernels
+from isentrope.backends import chunked, one_query, tile_kernels
 from isentrope.core import caching, layout
 from isentrope.dispatch import BACKENDS
 from tests.contract.matrix import CPU_BACKENDS
@@ -235,3 +235,36 @@ def test_cudnn_is_given_what_pytorch_gives_it(monkeypatch):
     assert taken == {(64, 9), (128, 9), (192, 9), (256, 9), (64, 10), (128, 10)}
     monkeypatch.setattr(tile_kernels, "CUDNN", 90800)
     assert not tile_kernels._cudnn_takes(256, 9)
+
+
+def test_one_query_is_planned_once_whatever_its_laws_have_learned(monkeypatch):
+    plans, make = [], one_query._make_plan
+    monkeypatch.setattr(one_query, "_make_plan", lambda call: plans.append(call) or make(call))
+    q, k, v = (torch.randn(2, 4, n, 8) for n in (1, 31, 31))
+    recipe = ise.Recipe.parse("rerope:window=5+share:beta=0.5,reference=3+ssmax", heads=4)
+    for _ in range(3):
+        with torch.no_grad():
+            recipe.temperature.slope.mul_(1.5)
+            out = ise.attention(q, k, v, recipe, causal=True)
+            exact = ise.attention(*(x.double() for x in (q, k, v)), recipe, causal=True, backend="reference")
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    assert len(plans) == 1
+    recipe = ise.Recipe.parse("rerope:window=6+share:beta=0.5,reference=3+ssmax", heads=4)
+    with torch.no_grad():
+        ise.attention(q, k, v, recipe, causal=True)
+    assert len(plans) == 2
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+def test_lengths_that_change_in_place(queries):
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (queries, 12, 12))
+    lengths, recipe = torch.tensor([12, 9]), "rerope:window=3+infoscale:train_length=4"
+    for change in (0, -2, 2, -4, 4):
+        lengths += change
+        out = ise.attention(q, k, v, recipe, causal=True, lengths=lengths)
+        assert torch.equal(out, ise.attention(q, k, v, recipe, causal=True, lengths=lengths.tolist()))
+        exact = ise.attention(
+            *(x.double() for x in (q, k, v)), recipe, causal=True, backend="reference", mask=ise.Padding(lengths)
+        )
+        kept = slice(None) if queries == 1 else slice(0, int(lengths.min()))
+        torch.testing.assert_close(out[:, :, kept].double(), exact[:, :, kept], rtol=1e-5, atol=1e-5)

@@ -58,6 +58,21 @@ def test_calls_reach_the_kernels_of_a_gpu_through_few_functions(host, name):
             assert host.count_functions(host.make_gpu_call(host.GPU_RECIPES[name], queries)) <= limit
 
 
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="the kernels are Triton's")
+def test_a_decoded_token_costs_the_host_little_more_than_without_a_recipe(host, monkeypatch):
+    """By layer and for the rest of a step; laws are read from tables, and cost a layer nothing."""
+    monkeypatch.setattr(host, "time_calls", lambda *given: 0.0)
+    with torch.inference_mode():
+        rows = {(row["recipe"], row["what"]): row for row in host.gpu_layer_rows(1)}
+    plain, rest = (rows["unextended", what] for what in ("token, a layer", "token, the rest"))
+    for recipe in list(host.GPU_MODEL_RECIPES)[1:]:
+        layer, others = (rows[recipe, what] for what in ("token, a layer", "token, the rest"))
+        assert layer["operations"] - plain["operations"] <= 1
+        assert layer["functions"] - plain["functions"] <= 32
+        assert others["operations"] - rest["operations"] <= 54
+        assert others["functions"] - rest["functions"] <= 650
+
+
 def test_layers_of_a_pass_share_all_but_their_own_operations(host, monkeypatch):
     """What does not depend on q, k and v is computed by the first layer: the others make the operations of a call."""
     counts = []

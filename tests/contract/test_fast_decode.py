@@ -61,7 +61,13 @@ def test_blocks_of_decoding_fit_a_multiprocessor(d, heads, kv_heads):
 
 @pytest.mark.skipif(not compiled.HAS_TRITON, reason="needs Triton")
 def test_splits_of_decoding_fill_the_multiprocessors():
-    from isentrope.backends.decode.blocks import count_splits, share_heads
+    from isentrope.backends.decode.blocks import (
+        CONSUMER_BLOCKS,
+        SERVER_BLOCKS,
+        count_splits,
+        fit_angles,
+        share_heads,
+    )
 
     assert [share_heads(*sizes) for sizes in ((3, 3, 4), (8, 4, 2), (8, 4, 4), (5, 1, 4), (1, 40, 4))] == [
         3,
@@ -70,6 +76,9 @@ def test_splits_of_decoding_fill_the_multiprocessors():
         1,
         1,
     ]
+    assert [fit_angles(SERVER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [128, 64, 32, 32]
+    assert [fit_angles(CONSUMER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [64, 32, 32, 16]
+    assert all(fit_angles(blocks, 2) == blocks.vectors for blocks in SERVER_BLOCKS.values())
     assert count_splits(8, 128, 264) == 32 and count_splits(24, 128, 264) == 11  # 256 and 264 programs of 264
     assert count_splits(264, 128, 264) == 1 and count_splits(0, 0, 264) == 1
     assert count_splits(1, 3, 264) == 3  # few keys

@@ -101,6 +101,15 @@ def test_blocks_of_another_shape_or_dtype_are_bound_anew(bound):
     assert len(bound) == 3 and len(bound[0].launches) == 1
 
 
+def test_tuples_of_tensors_are_bound_by_what_is_in_them(bound):
+    x, y = torch.zeros(64), torch.zeros(64)
+    for parts in ((x,), (x, y), (x, y.half()), (x, y[1:])):
+        launch(x, parts)
+    assert len(bound) == 4
+    launch(y, (y, x))
+    assert len(bound) == 4 and bound[1].launches[0][1][:2] == (y.data_ptr(), (y.data_ptr(), x.data_ptr()))
+
+
 def test_hooks_see_every_launch(bound, monkeypatch):
     x = torch.zeros(64)
     launch(x, x)

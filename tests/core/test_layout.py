@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isentrope.core.layout import Layout, Rows
+from isentrope.core.layout import MAX_SPANS, Layout, Rows
 from tests.fixtures.recipes import CPU, examples
 from tests.fixtures.regions import N, layers, regions
 
@@ -55,14 +55,9 @@ def layouts(draw):
             draw(st.lists(st.integers(0, 2 * N), min_size=queries, max_size=queries)) for _ in range(batch)
         ]
         position_ids = (torch.tensor(given_queries), torch.tensor(positions))
-    layout = Layout(
-        batch,
-        queries,
-        keys,
-        CPU,
-        Rows(lengths, left, None if documents is None else torch.tensor(documents)),
-        position_ids=position_ids,
-    )
+    rows = Rows(lengths, left, None if documents is None else torch.tensor(documents))
+    whole = lengths is None and documents is None and draw(st.booleans())
+    layout = Layout(batch, queries, keys, CPU, None if whole else rows, position_ids=position_ids)
     frame, query, key = [], [], []
     for row in range(batch):
         at = [frames[row][min(max(slot, 0), keys - 1)] for slot in aligned[row]]
@@ -102,3 +97,11 @@ def test_layout_against_every_pair(case, region):
             assert 0 <= a <= b <= layout.keys
             reached = dense[:, first:last].flatten(0, 1).any(0).nonzero()
             assert len(reached) == 0 or (a <= reached.min() and reached.max() < b)
+    if layout.queries == 1 and len(region.spans) <= MAX_SPANS:
+        seen = layout.slots_of_one_query((region, region)).expand(batch, -1, -1)
+        assert seen.shape[1:] == (2, 2 * MAX_SPANS) and seen.dtype == torch.int32
+        assert torch.equal(seen[:, 0], seen[:, 1])
+        low, high = seen[:, 0, ::2], seen[:, 0, 1::2]
+        covered = (slots >= low[..., None]) & (slots < high[..., None])
+        assert bool((low <= high).all()) and bool((covered.sum(1) <= 1).all())
+        assert torch.equal(covered.any(1), dense[:, 0])

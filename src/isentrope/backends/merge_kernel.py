@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isentrope.backends.merge import TileOutput
 from isentrope.core.caching import get_constant
-from isentrope.core.compile import device_context
+from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides
 
 BLOCK_ENTRIES = 4096
@@ -41,16 +41,22 @@ def launch(parts: Sequence[TileOutput], shape: tuple[int, int, int]) -> tuple[Te
     unit = ALIGNMENT if aligned else 1
     # on the device, where a kernel is not compiled anew for other lengths
     numbers = tuple(number for part in parts for number in _list_numbers(part, batch, unit))
-    lanes = triton.next_power_of_2(size)
+    lanes = next_power_of_2(size)
     rows = max(1, BLOCK_ENTRIES // lanes)
-    with device_context(out):
-        _merge_tiles[(triton.cdiv(queries, rows), heads, batch)](
-            out, lse, get_constant(_make_numbers, out.device, numbers), tuple(part.out for part in parts),
-            tuple(part.lse for part in parts),
-            tuple(lse if part.offset is None else part.offset for part in parts), heads, queries,
-            OFFSETS=sum(1 << n for n, part in enumerate(parts) if part.offset is not None), PARTS=len(parts),
-            SIZE=size, LANES=lanes, ROWS=rows, UNIT=unit,
-        )  # fmt: skip
+    offsets = tuple([lse if part.offset is None else part.offset for part in parts])
+    launch_kernel(
+        _merge_tiles,
+        (-(-queries // rows), heads, batch),
+        (
+            out, lse, get_constant(_make_numbers, out.device, numbers),
+            tuple([part.out for part in parts]), tuple([part.lse for part in parts]), offsets,
+        ),
+        (heads, queries),
+        {
+            "OFFSETS": sum(1 << n for n, part in enumerate(parts) if part.offset is not None), "PARTS": len(parts),
+            "SIZE": size, "LANES": lanes, "ROWS": rows, "UNIT": unit,
+        },
+    )  # fmt: skip
     return out, lse
 
 

@@ -7,6 +7,7 @@ key head are queries to the kernel, for which no key is copied.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import inf
 from typing import NamedTuple
 
@@ -20,18 +21,25 @@ from isentrope.core.rotation import Angles, rotate_and_scale
 
 
 class QueryPlan(NamedTuple):
-    """What a call with one query a row does in every layer.
+    """What a call with one query a row does in every layer, whatever τ its laws have learned.
 
-    base: the branch by which the query is rotated and scaled.
+    base: the index of the branch by which the query is rotated and scaled.
     bias: offsets of visible keys, -inf for the others, (batch or 1, heads or 1, 1, keys).
     turned: the slots whose keys are rotated by `angles`: cos of every entry, and sin with the sign that its other has
         in the rotation, (batch or 1, 1, slots, 2 · pairs).
     """
 
-    base: RotatedBranch
+    base: int
     bias: Tensor
     turned: slice
     angles: Angles | None
+
+
+class _KeptPlan(NamedTuple):
+    """A plan, and the tensors that it was made from: no others can have their ids."""
+
+    plan: QueryPlan | None
+    branches: list[RotatedBranch]
 
 
 def plan_one_query(call: AttentionCall) -> QueryPlan | None:
@@ -46,14 +54,24 @@ def plan_one_query(call: AttentionCall) -> QueryPlan | None:
         return None
     if call.q.numel() == 0:
         return None
-    return call.layout.cached(("one query", *call.branches), lambda: _make_plan(call))
+    branches = call.branches
+    if any(branch.biased or branch.chosen is not None or branch.tau is not branches[0].tau for branch in branches):
+        return None
+    # branches are built anew at every call where a law learns, from the same tensors but for τ
+    key = "one query", accumulation_dtype(call.q), *map(_identify, branches)
+    return call.layout.cached(key, lambda: _KeptPlan(_make_plan(call), branches)).plan
+
+
+def _identify(branch: RotatedBranch) -> Hashable:
+    """Return all of a branch that a plan depends on."""
+    angles = (None if pair is None else (id(pair[0]), id(pair[1])) for pair in (branch.query_angles, branch.key_angles))
+    return branch.region, *angles, None if branch.offset is None else id(branch.offset)
 
 
 def _make_plan(call: AttentionCall) -> QueryPlan | None:
     layout, branches = call.layout, call.branches
-    base = next((branch for branch in branches if branch.key_angles is None), branches[0])
-    if any(branch.biased or branch.chosen is not None or branch.tau is not base.tau for branch in branches):
-        return None
+    base_index = next((n for n, branch in enumerate(branches) if branch.key_angles is None), 0)
+    base = branches[base_index]
     dtype = accumulation_dtype(call.q)
     bias = torch.full((1, 1, 1, layout.keys), -inf, dtype=dtype)
     low, high, angles = layout.keys, 0, None
@@ -78,7 +96,7 @@ def _make_plan(call: AttentionCall) -> QueryPlan | None:
     if angles is not None:
         cos, sin = (x[:, :, turned] for x in angles)
         angles = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    return QueryPlan(base, bias, turned, angles)
+    return QueryPlan(base_index, bias, turned, angles)
 
 
 def _compose(one: Angles | None, other: Angles | None) -> Angles | None:
@@ -97,7 +115,8 @@ def forward_one_query(call: AttentionCall, plan: QueryPlan) -> tuple[Tensor, Ten
     """Return the output and the log-sum-exp of all branches."""
     rows, heads, _, size = call.q.shape
     shape = rows, call.k.shape[1], call.groups
-    q = rotate_and_scale(call.q, plan.base.query_angles, plan.base.tau)
+    base = call.branches[plan.base]
+    q = rotate_and_scale(call.q, base.query_angles, base.tau)
     bias = plan.bias if plan.bias.shape[1] == 1 else plan.bias.unflatten(1, shape[1:]).squeeze(3)
     tile = Tile(q.reshape(*shape, size), _turn_keys(call, plan), call.v, bias, ALL_PAIRS, call.scale)
     out, lse = forward_tile(tile)

@@ -19,8 +19,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-# Layouts of whole rows, for callers that pass none. Without: call 0.25 → 1.2 ms, FlexAttention's at 8192 tokens
-# 0.5 → 3.5 ms; also without `hf`'s layout cache, by which the layers of one forward pass share one, decode 27 → 55 ms.
+# Layouts of whole rows and, on a CPU, of rows of given lengths, for callers that pass none. Without: call
+# 0.25 → 1.2 ms, FlexAttention's at 8192 tokens 0.5 → 3.5 ms; also without `hf`'s layout cache, by which the layers of
+# one forward pass share one, decode 27 → 55 ms.
 MAX_LAYOUTS = 2
 # Values kept with one layout, the last used of these. Without any of them: decode 27 → 61 ms.
 #   built calls, by recipe     call 0.25 → 0.30 ms, decode 27 → 28 to 37 ms

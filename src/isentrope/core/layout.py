@@ -16,7 +16,7 @@ from torch import Tensor
 from isentrope.core.caching import MAX_LAYOUT_VALUES, MAX_LAYOUTS, LRUCache
 from isentrope.core.compile import values_are_readable
 from isentrope.core.frames import Frames, find_runs
-from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids
+from isentrope.core.layout_checks import PositionIds, check_documents, check_lengths, check_position_ids, read_lengths
 from isentrope.core.region import Region, Span
 from isentrope.core.tracing import GraphCache
 
@@ -85,14 +85,17 @@ class Layout:
         self.batch, self.queries, self.keys, self.device = batch, queries, keys, device
         self._values: LRUCache[Hashable, Any] | None = None
         self._traced = GraphCache() if torch.compiler.is_dynamo_compiling() else None
-        self.slots = torch.arange(keys, device=device)
         self.offset: int | None = keys - queries
         self.framed = frames is not None
         self.padded_queries_matter, self.harmless_padding = True, False
-        if frames is None:
-            self._compute_frames(rows or Rows())
+        if rows is None and frames is None and queries <= keys and not torch.compiler.is_compiling():
+            self._set_whole_rows()
         else:
-            self._set_frames(frames)
+            self.slots = torch.arange(keys, device=device)
+            if frames is None:
+                self._compute_frames(rows or Rows())
+            else:
+                self._set_frames(frames)
         self._sorted: tuple[Tensor, Tensor] | None = None
         self.implicit = position_ids is None
         if position_ids is not None:
@@ -109,6 +112,18 @@ class Layout:
         self._key_frame, self._key_origin = (low.clamp_min(0).expand(-1, self.keys), high), low
         self.key = self.slots[None] - low
         self.query, self.own_slot = slot - self.origin, slot
+
+    def _set_whole_rows(self) -> None:
+        """Take every row for one sequence without padding: all of it is views of one tensor."""
+        queries, keys = self.queries, self.keys
+        counts = torch.arange(keys + 1, device=self.device)
+        first, end = counts[None, :1], counts[None, keys:]
+        self.slots, self.padded, self.anchored = counts[:keys], False, True
+        self.key = counts[None, :keys]
+        self.query = self.own_slot = self.key if queries == keys else self.key[:, keys - queries :]
+        self.frame_low, self.frame_high = first.expand(-1, queries), end.expand(-1, queries)
+        low, high = first.expand(-1, keys), end.expand(-1, keys)
+        self.origin, self._key_frame, self._key_origin = self.frame_low, (low, high), low
 
     def _compute_frames(self, rows: Rows) -> None:
         """Compute frames from padding and documents."""
@@ -302,6 +317,11 @@ class Layout:
         return self.cached(("slots of one query", *regions), lambda: self._slots_of_one_query(regions))
 
     def _slots_of_one_query(self, regions: tuple[Region, ...]) -> Tensor:
+        if self.plain and values_are_readable(self.slots):  # known here; a graph that is captured copies nothing
+            ranges = [[self.key_range(Region((span,)), 0, 1) for span in region.spans] for region in regions]
+            padded = [[*pairs, *[(0, 0)] * (MAX_SPANS - len(pairs))] for pairs in ranges]
+            # not waited for: what so little is copied from may go
+            return torch.tensor(padded, dtype=torch.int32).flatten(1)[None].to(self.device, non_blocking=True)
         bounds = []
         for region in regions:
             low, high = (x[:, 0] for x in self.bounds(region))
@@ -357,13 +377,17 @@ def get_layout(
     frames: Frames | None = None,
     position_ids: PositionIds | None = None,
 ) -> Layout:
-    """Return a layout; those of unpadded rows are cached, since every layer and step needs the same one."""
-    is_default = rows is None and frames is None and position_ids is None
+    """Return a layout; those of whole rows, and of rows whose lengths can be read, are cached for other layers."""
+    known = rows is None
+    if rows is not None and rows.documents is None and (lengths := read_lengths(rows.lengths, device)) is not None:
+        known, rows = True, Rows(lengths, rows.left_padded)  # not the caller's tensor, which may change
     probe = torch.empty(0, device=device)
-    # a padded layout is the caller's own, and tensors of a traced or captured graph must not outlive it
-    if not is_default or type(probe) is not Tensor or not values_are_readable(probe):
+    # tensors of a traced or captured graph must not outlive it
+    known = known and frames is None and position_ids is None and type(probe) is Tensor
+    if not known or not values_are_readable(probe):
         return Layout(batch, queries, keys, device, rows, frames=frames, position_ids=position_ids)
-    return _recent.get((batch, queries, keys, device), lambda: Layout(batch, queries, keys, device))
+    key = (batch, queries, keys, device) + (() if rows is None else (rows.lengths, rows.left_padded))
+    return _recent.get(key, lambda: Layout(batch, queries, keys, device, rows))
 
 
 def _positions_at(positions: Tensor, slots: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.compile import values_are_readable
+from isentrope.core.rotation import is_transformed
 from isentrope.utils.messages import format_value
 
 PositionIds = Tensor | tuple[Tensor, Tensor]
@@ -36,6 +37,16 @@ def check_position_ids(
         f"position_ids: expected {keys} positions for the keys, {queries} for the queries, or a pair of both, "
         f"got {' and '.join(str(tuple(ids.shape)) for ids in tensors)}"
     )
+
+
+def read_lengths(lengths: Tensor | Sequence[int] | None, device: torch.device) -> tuple[int, ...] | None:
+    """Return lengths as numbers; None where a GPU would be waited for, or a graph or transform is at work."""
+    if device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
+        return None
+    if type(lengths) is Tensor and lengths.dtype == torch.int64 and lengths.dim() == 1 and lengths.device == device:
+        return tuple(lengths.tolist())
+    listed = isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths)
+    return tuple(lengths or ()) if listed else None
 
 
 def check_lengths(lengths: Tensor | Sequence[int], batch: int, keys: int, device: torch.device) -> Tensor:

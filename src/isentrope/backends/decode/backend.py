@@ -78,8 +78,10 @@ def _make_launch(
     """
     from isentrope.backends.decode.kernel import DecodeLaunch
 
+    q, k, v = qkv
     count = len(factors) // 2
-    launch: Launch = DecodeLaunch(*qkv, bounds, rotations, rotated, factors[:count], factors[count:], scale, normalise)
+    taus, offsets = factors[:count], factors[count:]
+    launch: Launch = DecodeLaunch(q, k, v, bounds, rotations, rotated, taus, offsets, scale, normalise)
     return launch
 
 

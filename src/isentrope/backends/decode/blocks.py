@@ -54,6 +54,15 @@ def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
     return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
 
 
+def fit_angles(blocks: Blocks, together: int) -> int:
+    """Return how many vectors a block has whose keys are rotated, so that as many programs fit as are planned.
+
+    With one key head in a program there are as many keys as vectors, and their angles take as much room as k and v.
+    """
+    enough = blocks.vectors // 2 >= MIN_KEYS_PER_WARP * blocks.warps
+    return blocks.vectors // 2 if together == 1 and blocks.programs > 1 and enough else blocks.vectors
+
+
 def share_heads(kv_heads: int, groups: int, most: int) -> int:
     """Return how many key heads a program takes, at most `most`, so that their query heads fit the padded rows."""
     most = max(1, min(most, MAX_HEADS, MIN_ROWS // groups))

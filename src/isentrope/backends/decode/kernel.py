@@ -18,6 +18,7 @@ from isentrope.backends.decode.blocks import (
     MIN_SPLIT_KEYS,
     count_splits,
     find_device_blocks,
+    fit_angles,
     share_heads,
 )
 from isentrope.core.compile import device_context
@@ -64,10 +65,13 @@ class DecodeLaunch:
         groups = heads // kv_heads
         rotated = rotated + [False] * (4 - len(rotated))
         multiprocessors, blocks = find_device_blocks(q.device)
-        vectors, stages, warps, resident = blocks[max(size, value_size)]
+        own_blocks = blocks[max(size, value_size)]
+        vectors, stages, warps, resident = own_blocks
         if q.element_size() > 2:
             vectors, stages = max(MIN_KEYS, vectors // 2), 2
         together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
+        if q.element_size() == 2 and (rotated[1] or rotated[3]):
+            vectors = fit_angles(own_blocks, together)
         rows = batch * kv_heads // together
         splits = self.splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
         self.outputs = batch * heads
