@@ -28,6 +28,7 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     FIRST_CALLS: ("first call",),  # another training ran on the same GPU, so that other ratios are upper bounds
     "2026-11-17-h200-decoding.json": (),
     TARGETS: (),
+    "2026-11-17-h200-decoding-2.json": (),
 }
 MISSING = "Not measured yet."
 SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default

@@ -136,6 +136,7 @@ def render_share_found_elsewhere() -> str:
         ("SmolLM2 at 131,072", "smollm2-131k"),
         ("TinyLlama at 8192", "tinyllama-8k"),
         ("TinyLlama at 32,768", "tinyllama-32k"),
+        ("Gemma-3-270M at 131,072", "gemma-131k"),
     ):
         base = TABLES.METHODS[plan][0]
         sink = "sink:sinks=4,size=" + str(int(base.partition("=")[2]) - 4)
@@ -195,6 +196,7 @@ def render_share_fits() -> str:
         "stories15M": "stories15M-calibrate/calibrate.json",
         "TinyLlama": "tinyllama-calibrate/unfinished.json",
         "SmolLM2": "smollm2-calibrate/calibrate.json",
+        "Gemma-3-270M": "gemma-calibrate/calibrate.json",
     }
     rows: dict[str, list[str]] = {name: [] for name in FITS}
     for file in names.values():
@@ -234,7 +236,7 @@ LAW_COLUMNS = ("none", "InfoScale", SHARE_HALF, PRIOR, PRIOR_POWER)
 LAW_ROWS = {
     "SmolLM2, 8192 → 32k: novels · technical · speeches": 0, "SmolLM2 → 131k: novels · technical": 1,
     "TinyLlama, 2048 → 8192: novels · technical · speeches": 2, "TinyLlama → 32k: novels · technical · speeches": 3,
-    "Gemma-3-270M, 32k → 131k: a novel · technical": 4, "stories15M, 256 → 4096": 5,
+    "Gemma-3-270M, 32k → 131k: novels · technical": 4, "stories15M, 256 → 4096": 5,
     "the Llama that ships, 256 → 4096": 6,
 }  # fmt: skip
 
