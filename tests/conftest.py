@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,10 @@ def pytest_configure(config):
 
     if hasattr(config, "workerinput"):  # workers share the cores already
         torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.fixtures.interpreter import shorten_interpreter
+
+        shorten_interpreter()
 
 
 def pytest_collection_modifyitems(config, items):
