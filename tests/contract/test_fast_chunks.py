@@ -8,6 +8,7 @@ import torch
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import HALVES, NARROW, check_decoding, check_gradients, error, interprets, recipe_of
+from tests.fixtures.turns import in_turns
 
 CHUNKS = (
     "dualchunk:chunk=40,local=8",
@@ -25,15 +26,13 @@ ROWS = (
 
 
 @interprets
-@pytest.mark.parametrize(("rows", "dtype"), HALVES, ids=str)
-@pytest.mark.parametrize("text", CHUNKS)
+@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(CHUNKS, HALVES, every=2), ids=str)
 def test_decoding_chunks_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 
 
 @interprets
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("text", CHUNKS[:3])
+@pytest.mark.parametrize(("text", "causal"), in_turns(CHUNKS[:3], [True, False]))
 def test_merged_chunks_interpreted(text, causal):
     """Rectangles of several sizes, with an offset or none, merged by one kernel."""
     for setting in (Setting(90, 90, heads=4, d=32, dv=40), Setting(77, 130, batch=1, heads=2, kv_heads=2, d=40, dv=24)):

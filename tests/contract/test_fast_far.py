@@ -28,6 +28,7 @@ from tests.contract.test_fast import (
     recipe_of,
     shortened,
 )
+from tests.fixtures.turns import in_turns
 
 TABLE = "(0.3,-0.2,0,0.2,0.1,-0.3)"  # half precision rounds what a larger τ multiplies
 FAR_LAWS = (
@@ -52,8 +53,7 @@ SINKS = (
 
 
 @interprets
-@pytest.mark.parametrize(("rows", "dtype"), HALVES, ids=str)
-@pytest.mark.parametrize("text", FAR_LAWS[1:] + SINKS[:1])
+@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(FAR_LAWS[1:] + SINKS[:1], HALVES, every=2), ids=str)
 def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 
