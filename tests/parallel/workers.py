@@ -159,4 +159,9 @@ def run_death(rank, folder, size):
 
 
 def spawn(worker, tmp_path, size, *arguments):
-    processes.spawn(worker, (str(tmp_path), size, *arguments), nprocs=size)
+    """Run processes that are forked from a fresh one: its imports, made once, take longer than what they compute."""
+    processes.spawn(fork, (worker, str(tmp_path), size, *arguments), nprocs=1)
+
+
+def fork(_, worker, folder, size, *arguments):
+    processes.start_processes(worker, (folder, size, *arguments), nprocs=size, start_method="fork")
