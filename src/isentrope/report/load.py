@@ -120,6 +120,17 @@ class Grid:
 
     def value(self, row: Row, length: int, metric: str) -> Value | None:
         """Average a metric over the measured seeds; None if there are none."""
+        key = row, length, metric
+        if key not in self._values:
+            self._values[key] = self._compute_value(*key)
+        return self._values[key]
+
+    @cached_property
+    def _values(self) -> dict[tuple[Row, int, str], Value | None]:
+        """Those computed already: tables, claims and figures want them many times."""
+        return {}
+
+    def _compute_value(self, row: Row, length: int, metric: str) -> Value | None:
         cells = [cell for cell in self._measured_cells(row, length).values() if _get_number(cell, metric) is not None]
         if not cells:
             return None
