@@ -36,7 +36,7 @@ from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
-from isentrope.hf.introspection import introspect
+from isentrope.hf.introspection import introspect, introspect_once
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.utils.files import write_atomically
@@ -112,6 +112,7 @@ def calibrate(
         return fit_laws(loaded, tokenized, config, folder, Path(name).name, prompts=prompts)
 
 
+@introspect_once()
 def fit_laws(
     model: PreTrainedModel,
     texts: Sequence[Text],

@@ -163,10 +163,11 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     check_unsharded(model, kind)
     ropes = _assign_positions(find_ropes(model))
     eager = set() if model._supports_sdpa else {module for module in model.modules() if _runs_eager(module)}
-    with torch.no_grad(), _in_eval_mode(model), _with_implementation(model, RECORDING):
-        rotated = _record_pass(model, ropes, rotating=True)
-        raw = _record_pass(model, ropes, rotating=False)
     expected = {name: module for name, module in model.named_modules() if _is_attention(module)}
+    norms = {part for module in expected.values() for part in module.modules() if "norm" in type(part).__name__.lower()}
+    with torch.no_grad(), _in_eval_mode(model), _with_implementation(model, RECORDING):
+        rotated = _record_pass(model, ropes, norms, rotating=True)
+        raw = _record_pass(model, ropes, norms, rotating=False)
     missed = [name for name, module in expected.items() if module not in rotated.calls]
     if missed or not rotated.calls:
         which = f" ({', '.join(missed[:3])}{', …' if len(missed) > 3 else ''})" if missed else ""
@@ -231,7 +232,7 @@ def _is_attention(module: nn.Module) -> bool:
     return named == [module]
 
 
-def _record_pass(model: PreTrainedModel, ropes: RopePositions, rotating: bool) -> _Recorder:
+def _record_pass(model: PreTrainedModel, ropes: RopePositions, norms: set[nn.Module], rotating: bool) -> _Recorder:
     recorder = _Recorder()
     token = _recorder.set(recorder)
     with ExitStack() as stack:
@@ -240,9 +241,8 @@ def _record_pass(model: PreTrainedModel, ropes: RopePositions, rotating: bool) -
             own = [(rope, positions) for rope, positions in ropes.items() if rope.module is module]
             hook = _RotateAtPositions(own) if rotating else skip_rotation
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        for norm in {part for module in model.modules() if _is_attention(module) for part in module.modules()}:
-            if "norm" in type(norm).__name__.lower():
-                stack.callback(norm.register_forward_hook(_scale_unevenly).remove)
+        for norm in norms:
+            stack.callback(norm.register_forward_hook(_scale_unevenly).remove)
         size = model.config.get_text_config().vocab_size
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
