@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 # packages are installed without bytecode: written at the first import below, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-results demo test docs fuzz lint format bench clean
+.PHONY: check-results demo test pytest docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(DEMO_READY): pyproject.toml constraints.txt
@@ -33,13 +33,14 @@ demo: $(DEMO_READY)  ## a Llama at 16 times its length, plain and extended; then
 	$(BIN)/isentrope demo --out results/opening
 	$(BIN)/isentrope study run quick --out results
 
-test: $(READY)  ## every test that runs on this machine
+test: pytest docs  ## every test that runs on this machine
+
+pytest: $(READY)  ## the tests without the site
 	@# one thread a worker: two workers with two threads each wait for each other
 	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
-	@$(MAKE) --no-print-directory docs
 
 # what builds the site, apart from what tests need
 $(SITE_READY): $(READY)
