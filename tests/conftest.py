@@ -12,15 +12,16 @@ pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "hf/test_compile", "contract/test_matrix", "hf/test_generation", "calibration/test_calibrate", "hf/test_batching",
-    "core/test_compile", "test_attention", "analysis/test_inspect", "calibration/test_near_and_far",
-    "parallel/test_context_parallel", "hf/test_sharing", "cli/test_study", "cli/test_evaluate",
-    "hf/test_continuous_batching", "hf/test_saving", "hf/test_streaming", "report/test_html", "test_properties",
-    "hf/test_families", "evaluation/test_retrieval", "test_batching", "test_padding", "test_near_and_far",
-    "theory/test_sphere", "hf/test_extend_matrix", "training/test_causal", "experiments/test_causal",
-    "hf/test_training", "hf/test_families_dense", "hf/test_smollm2", "hf/test_stories", "cli/test_bad_weights",
-    "temperatures/test_properties", "data/test_prepare", "experiments/test_run", "analysis/test_laws",
-    "training/test_trainer", "training/test_killed",
+    "hf/test_compile", "contract/test_matrix", "hf/test_generation", "hf/test_batching", "training/test_killed",
+    "core/test_compile", "analysis/test_inspect", "calibration/test_calibrate", "report/test_html", "test_properties",
+    "hf/test_sharing", "hf/test_families", "calibration/test_near_and_far", "hf/test_saving", "test_attention",
+    "hf/test_streaming", "test_batching", "cli/test_evaluate", "training/test_causal", "cli/test_study",
+    "parallel/test_context_parallel", "hf/test_continuous_batching", "evaluation/test_retrieval", "test_padding",
+    "hf/test_families_dense", "experiments/test_run", "data/test_prepare", "hf/test_smollm2", "training/test_trainer",
+    "test_near_and_far", "cli/test_bad_weights", "theory/test_sphere", "hf/test_training", "experiments/test_causal",
+    "contract/test_retrieve", "analysis/test_laws", "hf/test_gradients", "test_benchmarks", "training/test_resume",
+    "utils/test_extras", "contract/test_precision", "temperatures/test_properties", "evaluation/test_perplexity",
+    "fuzz/test_fuzz",
 )  # fmt: skip
 
 # what torch says to itself while it compiles for a GPU
