@@ -73,6 +73,12 @@ def pytest_collection_finish(session):
     atexit.register(gc.unfreeze)  # what extension modules count at the end is not taken for a leak
 
 
+def pytest_runtest_logreport(report):
+    """Name a failure at once: a run that is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}: {report.longreprtext.rpartition(chr(10))[2]}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     import torch
