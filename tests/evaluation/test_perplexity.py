@@ -30,7 +30,7 @@ from isentrope.evaluation.texts import Text, load_texts
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.tables.perplexity import build_perplexity_table
-from tests.fixtures.generation import gemma
+from tests.fixtures.generation import gemma, mistral
 from tests.fixtures.models import llama, tokens
 
 RECIPES = ("plain", "rerope:window=16", "rerope:window=16+infoscale:train_length=32")
@@ -51,8 +51,9 @@ def test_losses_are_those_of_the_logits(monkeypatch):
         torch.testing.assert_close(token_losses(model, ids), expected)
 
 
-def test_a_plain_model_with_windows_reads_long_texts_without_a_mask_of_all_pairs(monkeypatch):
-    model, ids = gemma(), tokens(1, 100)[0] % 60
+@pytest.mark.parametrize("make", [gemma, mistral])
+def test_a_plain_model_with_windows_reads_long_texts_without_a_mask_of_all_pairs(make, monkeypatch):
+    model, ids = make(), tokens(1, 100)[0] % 60
     expected = token_losses(model, ids)
     monkeypatch.setattr(perplexity, "MAX_MASK", 700)  # seven tokens at a time
     assert perplexity.builds_mask(model, len(ids)) and not perplexity.builds_mask(llama(), len(ids))

@@ -142,8 +142,9 @@ def builds_mask(model: PreTrainedModel, length: int) -> bool:
 
     It does where some layers have a window. Extended models have none.
     """
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return "sliding_attention" in kinds and length * length > MAX_MASK and find_extension(model) is None
+    if length * length <= MAX_MASK or find_extension(model) is not None:
+        return False
+    return any(DynamicCache(config=model.config).is_sliding)  # not all configs list the kinds of their layers
 
 
 def read_in_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
