@@ -33,7 +33,9 @@ demo: $(DEMO_READY)  ## a Llama at 16 times its length, plain and extended; then
 	$(BIN)/isentrope demo --out results/opening
 	$(BIN)/isentrope study run quick --out results
 
-test: pytest docs  ## every test that runs on this machine
+test: $(SITE_READY)  ## every test that runs on this machine
+	@# everything is installed by now: with -j2, pip would replace the package while tests import it
+	@$(MAKE) --no-print-directory pytest docs
 
 pytest: $(READY)  ## the tests without the site
 	@# one thread a worker: two workers with two threads each wait for each other
