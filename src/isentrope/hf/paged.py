@@ -2,9 +2,9 @@
 
 A step is one forward pass: new tokens of many requests side by side, and pages with the keys of each, rotated as in the
 plain model wherever a recipe keeps its frequencies. Requests within the length at which a recipe is idle take the plain
-engine's own attention, bit for bit and operation for operation; the others take at most two calls of
-`isentrope.attention` in each layer, however many they are: one for requests that decode and one for prompts. Both read
-the packed row, under layouts that all layers of the step share.
+engine's own attention, bit for bit and operation for operation; the others take two calls of `isentrope.attention` in
+each layer, however many they are: one for requests that decode and one for prompts. Both read the packed row, under
+layouts that all layers of the step share. Where no kernel takes such a row, requests of similar sizes are a call.
 """
 
 from __future__ import annotations
