@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import isentrope as ise
+from isentrope.parallel.decoding import check_queries
 from isentrope.parallel.split import Split
 from tests.fixtures.models import llama, tokens
-from tests.parallel.decoding import MODELS, compare_decoding, list_decoding, run_decoding, run_others
+from tests.parallel.decoding import MODELS, ThreadGroup, compare_decoding, list_decoding, run_decoding, run_others
 from tests.parallel.test_refusals import one_process  # noqa: F401
 from tests.parallel.workers import EXACT_TOLERANCE, run_mixture, spawn
 
@@ -86,6 +87,23 @@ def test_what_cannot_be_decoded_in_parts(one_process):  # noqa: F811
         model(**parallel.shard(IDS), past_key_values=cache)
     with pytest.raises(ValueError, match="begins with a prompt; call prefill again"):
         cache.reset()
+
+
+@pytest.mark.parametrize("bias", [0.0, 200.0])
+def test_other_tokens_are_refused_and_rounding_is_not(bias):
+    """Beside biases too, which are larger than all that tells tokens apart (Qwen 2)."""
+    torch.manual_seed(0)
+    same, other = torch.randn(2, 1, 4, 1, 64)
+    for x in (same, other):
+        x[..., 5] += bias
+    rounded = same.bfloat16().float()
+
+    def check(queries):
+        ThreadGroup(2).run(lambda member: check_queries(queries[member.rank], member))
+
+    check((same, rounded))
+    with pytest.raises(ValueError, match="the same new tokens in all processes, got others"):
+        check((same, other))
 
 
 def test_a_mask_that_does_not_arrive(one_process):  # noqa: F811
