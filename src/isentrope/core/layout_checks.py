@@ -70,8 +70,8 @@ def check_documents(documents: Tensor, batch: int, keys: int, device: torch.devi
 
 def _to_integers(value: Tensor | Sequence[int], name: str, device: torch.device) -> Tensor:
     try:
-        # an empty sequence would be of floats
-        tensor = torch.as_tensor(value, dtype=None if torch.is_tensor(value) or len(value) else torch.int64)
+        empty = isinstance(value, tuple | list) and not value  # which would be of floats
+        tensor = torch.as_tensor(value, dtype=torch.int64 if empty else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: expected a tensor of integers, got {format_value(value)}") from error
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
