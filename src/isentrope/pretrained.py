@@ -191,9 +191,10 @@ def read_tokenizer(name: str | Path, *, to_save: bool = False, **options: Any) -
     One that is to be saved again keeps every setting, and warns when it decodes.
     """
     if gguf_file := options.get("gguf_file"):
+        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
         with read_gguf_once():
             tokenizer = _read_tokenizer(name, options)
-            match_gguf(tokenizer, str(cached_file(name, gguf_file)))
+            match_gguf(tokenizer, str(cached_file(name, gguf_file, **hub)))
     else:
         tokenizer = _read_tokenizer(name, options)
     return tokenizer if to_save else _without_warning(tokenizer)

@@ -47,42 +47,22 @@ class DecodeBackend(Backend):
         qkv = [call.q, call.k, call.v]
 
         def make() -> Launch:
-            return _make_launch(qkv, *_list_operands(call), call.scale, call.normalise)
+            from isentrope.backends.decode.kernel import DecodeLaunch  # Triton may not be installed
+
+            launch: Launch = DecodeLaunch(*qkv, *_list_operands(call), call.scale, call.normalise)
+            return launch
 
         return call.cached(("decode", describe_tensors(*qkv)), make)
 
 
 def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool], list[Tensor | None]]:
-    """Return visible slots, angles, which queries and keys these rotate, and the factors, as `_run` takes them."""
+    """Return visible slots, angles, which queries and keys these rotate, and the factors, as a launch takes them."""
     bounds = call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
     pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
     rotated = [angles is not None for angles in pairs]
     rotations = [x for angles in pairs for x in angles or ()]
     factors = [branch.tau for branch in call.branches] + [branch.offset for branch in call.branches]
     return bounds, rotations, rotated, factors
-
-
-def _make_launch(
-    qkv: list[Tensor],
-    bounds: Tensor,
-    rotations: list[Tensor],
-    rotated: list[bool],
-    factors: list[Tensor | None],
-    scale: float,
-    normalise: bool,
-) -> Launch:
-    """Prepare the kernels.
-
-    `rotated` lists which of query and key, branch by branch, have cos and sin in `rotations`; `factors` are the τ of
-    all branches, then their offsets.
-    """
-    from isentrope.backends.decode.kernel import DecodeLaunch
-
-    q, k, v = qkv
-    count = len(factors) // 2
-    taus, offsets = factors[:count], factors[count:]
-    launch: Launch = DecodeLaunch(q, k, v, bounds, rotations, rotated, taus, offsets, scale, normalise)
-    return launch
 
 
 def _run(
@@ -94,9 +74,11 @@ def _run(
     scale: float,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
+    from isentrope.backends.decode.kernel import DecodeLaunch
+
     q, k, v = qkv
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    _make_launch(qkv, bounds, rotations, rotated, factors, scale, normalise).run(q, k, v, out, lse)
+    DecodeLaunch(q, k, v, bounds, rotations, rotated, factors, scale, normalise).run(q, k, v, out, lse)
     return out, lse
 
 

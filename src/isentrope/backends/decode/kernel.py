@@ -41,8 +41,7 @@ class DecodeLaunch:
         bounds: visible keys, two intervals [low, high) per branch, all disjoint: (batch or 1, branches, 4).
         angles: cos and sin of each entry of `rotated` that is true.
         rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated.
-        taus: temperatures of each branch, (batch or 1, heads or 1, 1).
-        offsets: added to the scores of each branch, (batch or 1, heads or 1, 1).
+        factors: temperatures of all branches, then what is added to their scores, (batch or 1, heads or 1, 1) each.
         scale: factor of the scores.
         normalise: whether to divide queries and keys by their lengths.
     """
@@ -55,8 +54,7 @@ class DecodeLaunch:
         bounds: Tensor,
         angles: list[Tensor],
         rotated: list[bool],
-        taus: list[Tensor | None],
-        offsets: list[Tensor | None],
+        factors: list[Tensor | None],
         scale: float,
         normalise: bool,
     ) -> None:
@@ -83,7 +81,8 @@ class DecodeLaunch:
             tables += pair
             # a table for all rows or all positions has stride 0 there
             angle_strides += broadcast_strides(pair[0] if is_rotated else None, 0, 2)
-        tau0, tau1, offset0, offset1 = factors = [*_pad_pair(taus), *_pad_pair(offsets)]
+        branches = len(factors) // 2
+        tau0, tau1, offset0, offset1 = factors = [*_pad_pair(factors[:branches]), *_pad_pair(factors[branches:])]
         self.tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
         self.grids = (rows, splits, 1), (self.outputs, 1, 1)
         self.numbers = (
