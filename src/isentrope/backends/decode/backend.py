@@ -44,15 +44,15 @@ class DecodeBackend(Backend):
         return out, lse
 
     def prepare(self, call: AttentionCall) -> Launch:
-        qkv = [call.q, call.k, call.v]
+        q, k, v = call.q, call.k, call.v
 
         def make() -> Launch:
             from isentrope.backends.decode.kernel import DecodeLaunch  # Triton may not be installed
 
-            launch: Launch = DecodeLaunch(*qkv, *_list_operands(call), call.scale, call.normalise)
+            launch: Launch = DecodeLaunch(q, k, v, *_list_operands(call), call.scale, call.normalise)
             return launch
 
-        return call.cached(("decode", describe_tensors(*qkv)), make)
+        return call.cached(("decode", describe_tensors(q, k, v)), make)
 
 
 def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool], list[Tensor | None]]:
