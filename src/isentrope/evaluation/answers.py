@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from isentrope.evaluation.masked_lm import UnmeasurableError
+from isentrope.evaluation.perplexity import builds_mask, read_in_chunks
 from isentrope.evaluation.prompts import Prompt
 
 
@@ -43,10 +44,22 @@ def compute_answer_logits(model: PreTrainedModel, prompt: Prompt) -> tuple[Tenso
     """
     ids = torch.tensor([prompt.tokens + prompt.answer[:-1]], device=model.device)
     answer = torch.tensor(prompt.answer, device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+    cache = _read_before(model, ids, len(answer))
+    rest = ids if cache is None else ids[:, -len(answer) :]
+    output = model(input_ids=rest, past_key_values=cache, use_cache=cache is not None, logits_to_keep=len(answer))
+    logits = output.logits[0].float()
     if len(logits) != len(answer):
         raise ValueError(f"logits: expected those of the last {len(answer)} tokens, got {len(logits)}")
     return logits, answer
+
+
+def _read_before(model: PreTrainedModel, ids: Tensor, last: int) -> Cache | None:
+    """Read all but the last tokens into a cache, in chunks; None where one pass over all of them will do."""
+    if not builds_mask(model, ids.shape[1]):
+        return None
+    cache = DynamicCache(config=model.config)
+    read_in_chunks(model, ids[:, :-last], cache)
+    return cache
 
 
 def generate_answer(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
@@ -66,6 +79,7 @@ def generate_answer(model: PreTrainedModel, tokenizer: Any, prompt: Prompt) -> d
         max_new_tokens=prompt.max_new_tokens,
         pad_token_id=pad,
         use_cache=True,
+        past_key_values=_read_before(model, ids, 1),
         # greedy, whatever the model's own settings are
         do_sample=False,
         num_beams=1,

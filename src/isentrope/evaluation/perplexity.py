@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.evaluation.loading import identify_model
@@ -147,9 +147,9 @@ def builds_mask(model: PreTrainedModel, length: int) -> bool:
     return any(DynamicCache(config=model.config).is_sliding)  # not all configs list the kinds of their layers
 
 
-def read_in_chunks(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def read_in_chunks(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None) -> Tensor:
     """Compute the hidden states (batch, tokens, size) chunk after chunk with a cache: the same up to rounding."""
-    decoder, cache = get_decoder(model), DynamicCache(config=model.config)
+    decoder, cache = get_decoder(model), DynamicCache(config=model.config) if cache is None else cache
     chunks = ids.split(max(1, MAX_MASK // ids.shape[1]), dim=1)
     return torch.cat(
         [decoder(input_ids=chunk, past_key_values=cache, use_cache=True).last_hidden_state for chunk in chunks], dim=1
