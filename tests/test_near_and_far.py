@@ -15,7 +15,7 @@ import isentrope as ise
 from isentrope import Recipe, attention, dispatch
 from isentrope.builder import Inputs, build_call
 from tests.contract.matrix import CPU_BACKENDS
-from tests.fixtures.recipes import TRAINABLE, normal, qkv
+from tests.fixtures.recipes import TRAINABLE, D, normal, qkv
 
 METHODS = {
     "rerope": ise.ReRoPE(5),
@@ -87,6 +87,44 @@ def test_far_keys_of_padded_rows_and_documents_are_those_of_the_row():
     assert torch.equal(share.counted[1, 0, :12].long(), expected[1, :12])
     attention(q, k, v, recipe, causal=True, mask=ise.Document(torch.arange(20) // 10))
     assert share.counted[0, 0].tolist() == [*[1.0] * 5, 1, 2, 3, 4, 5] * 2
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("count", ["far", "visible"])
+def test_first_keys_count_as_near_ones(count, backend):
+    """Against softmax of logits written out pair by pair, with a temperature of far keys, which spares them too."""
+    q, k, v = qkv(0)
+    n, window, first = 20, 5, 3
+    recipe = Recipe(
+        position=ise.ReRoPE(window),
+        temperature=ise.LogN(6, keys="far"),
+        share=ise.Share(0.8, 4, count=count, first=first),
+    )
+    apart = torch.arange(n)[:, None] - torch.arange(n)
+    far = (apart >= window) & (torch.arange(n) >= first)
+    theta = 10000 ** -(torch.arange(0, D, 2).double() / D)
+    angle = apart.clamp_max(window)[..., None] * theta
+    a, b = q[:, :, :, None].split(D // 2, -1)
+    turned = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = torch.einsum("bhijd,bhjd->bhij", turned, keys) / math.sqrt(D)
+    counted = far if count == "far" else apart >= 0
+    n_far = counted.sum(-1, keepdim=True).clamp_min(1).double()
+    visible = (apart >= 0).sum(-1, keepdim=True).double()
+    tau = (visible.clamp_min(2).log() / math.log(6)).clamp_min(1)
+    scores = torch.where(far, scores * tau - 0.8 * (n_far / 4).log().clamp_min(0), scores)
+    expected = scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
+    assert_close(attention(q, k, v, recipe, causal=True, backend=backend), expected)
+
+
+def test_first_keys_are_a_branch_only_where_the_law_acts():
+    q, k, v = qkv(0)
+    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=15,first=4")
+    for reference, far in ((15, [False, True]), (14, [False, False, True])):
+        law = replace(recipe, share=replace(recipe.share, reference=reference))
+        assert [branch.far for branch in build_call(Inputs(q, k, v, causal=True), law).branches] == far
+    with pytest.raises(ValueError, match="leave first=… out of share"):
+        Recipe.parse("rerope:window=5+share:beta=1,first=4+retrieve:blocks=2,size=4")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.law_tables import look_up_law
 from isentrope.core.layout import MAX_SPANS, Layout, Rows, find_layout, get_layout
 from isentrope.core.layout_checks import PositionIds
-from isentrope.core.region import Region, Span
+from isentrope.core.region import Region, Span, first_keys
 from isentrope.core.rotation import compute_angles
 from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import NoPE, Position
@@ -181,6 +181,8 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
     branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
+    if (first := getattr(recipe.share, "first", 0)) and recipe.share.changes(layout.keys, position.near_window or 0):
+        branches = split_first_keys(branches, first, layout)
     regions, far = tuple(b.region for b in branches), tuple(n for n, b in enumerate(branches) if b.far)
     sizes = sizes._replace(branches=regions, far=far)
     if recipe.retrieve is not None:
@@ -254,6 +256,18 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
             return [replace(b, **law) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
     tau = _reuse(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
     return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
+
+
+def split_first_keys(branches: list[RotatedBranch], first: int, layout: Layout) -> list[RotatedBranch]:
+    """Return the branches with the first keys of far ones in branches of their own, which are not far."""
+    region, split = first_keys(first), list[RotatedBranch]()
+    for branch in branches:
+        if not branch.far:
+            split.append(branch)
+            continue
+        parts = (branch.region & region, False), (branch.region - region, True)
+        split += [replace(branch, region=layout.simplify(part), far=far) for part, far in parts]
+    return [branch for branch in split if branch.region.spans]
 
 
 def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:

@@ -31,13 +31,17 @@ class Share(Part):
         reference: n_ref, the keys that a query saw in training; by default n_tr - window and at least 1 where far keys
             count, n_tr where all do.
         count: what n_far counts: the "far" keys that a query sees, or all "visible" ones.
+        first: how many keys at the beginning of a text count as near ones at any distance: models that put attention
+            they have no use for on the first tokens (Xiao et al., 2023) need it to stay there.
     """
 
     beta: Any = DEFAULT_BETA
     reference: int | None = None
     count: str = field(default="far", kw_only=True)
+    first: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_integer(self, "first", 0)
         check_table(self, "beta", -MAX_EXPONENT, MAX_EXPONENT)
         check_choice(self, "count", COUNTS)
         if self.reference is not None:
@@ -56,6 +60,11 @@ class Share(Part):
             )
         n_far = lengths_as_float(n_far)
         return -broadcast_heads(self, self.beta, n_far) * torch.log(n_far / self.reference).clamp_min(0)
+
+    def changes(self, keys: int, window: int) -> bool:
+        """Return whether rows of so many keys have a bias, with a position method of this window."""
+        most = keys - window if self.count == "far" else keys
+        return self.reference is None or most > self.reference
 
     def resolve(self, train_length: int | None, window: int | None) -> Share:
         """Return the law with a missing reference filled in, where training length and window are known."""

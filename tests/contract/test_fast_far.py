@@ -45,7 +45,12 @@ BY_LENGTH = (
     f"lampe:window=8,tail=0,train_length=64+share:beta={TABLE},reference=8",
     "lampe:window=8,tail=6,train_length=64+logn:train_length=16,keys=far+share:beta=0.5",
 )
-# far keys are the sinks of LM-Infinite alone
+# first keys that are spared, a branch of their own; far keys that are the sinks of LM-Infinite alone
+FIRST = (
+    "rerope:window=24+share:beta=0.7,reference=4,first=4",
+    f"selfextend:window=24,group=4+logn:train_length=16,keys=far+share:beta={TABLE},reference=4,first=5",
+    "rerope:window=24+cosine:alpha=16+logn:train_length=64,keys=near+share:beta=1,reference=9,count=visible,first=1",
+)
 SINKS = (
     "rerope:window=24+lambda:sinks=5,window=24+logn:train_length=16,keys=far+share:beta=1,reference=1",
     f"rerope:window=24+lambda:sinks=40,window=24+logn:train_length=16,keys=near+share:beta={TABLE},reference=2",
@@ -53,13 +58,13 @@ SINKS = (
 
 
 @interprets
-@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(FAR_LAWS[1:] + SINKS[:1], HALVES, every=2), ids=str)
+@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(FAR_LAWS[1:] + SINKS[:1] + FIRST, HALVES, every=2), ids=str)
 def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 
 
 @interprets
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + FIRST)
 def test_band_of_near_and_far_keys_interpreted(text):
     check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
 
@@ -132,14 +137,14 @@ def test_beta_is_learned_through_the_interpreted_band():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", ["", "lengths", "left"])
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH + FIRST)
 def test_decoding_near_and_far_keys(text, rows, dtype):
     check_decoding(text, rows, dtype, "cuda")
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + BY_LENGTH + FIRST)
 def test_band_of_near_and_far_keys(text):
     for setting in (SQUARE, NARROW, LARGE, *((FEWER,) if text in SINKS else ())):
         check_band(text, True, setting, torch.bfloat16, "cuda")
@@ -156,7 +161,7 @@ def test_band_backward_of_near_and_far_keys(text):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "chunked", "dense"])
-@pytest.mark.parametrize("text", FAR_LAWS + SINKS)
+@pytest.mark.parametrize("text", FAR_LAWS + SINKS + FIRST)
 def test_near_and_far_keys_forward_and_backward(text, backend, causal):
     for setting in ROWS[:1] if backend == "flex" else ROWS:
         check_gradients(text, setting, causal, torch.bfloat16, "cuda", backend)

@@ -70,6 +70,12 @@ class RotatedBranch:
             return self.key_angles is other.key_angles
         return self.key_angles[0] is other.key_angles[0]
 
+    def rotates_like(self, other: RotatedBranch) -> bool:
+        """Return whether two branches have the very same angles of queries and keys."""
+        own, others = self.query_angles, other.query_angles
+        same = own is others if own is None or others is None else own[0] is others[0]
+        return same and self.rotates_keys_like(other)
+
     def take_heads(self, heads: slice, key_heads: slice) -> RotatedBranch:
         """Return the branch for some query heads and the key heads that they share."""
         tau, offset = (x if x is None or x.shape[1] == 1 else x[:, heads] for x in (self.tau, self.offset))

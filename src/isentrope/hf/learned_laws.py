@@ -76,17 +76,22 @@ class LearnedShare:
         beta: β, (layers, heads); an axis of 1 serves all layers, or all heads.
         layer: its index.
         count: what n_far counts.
+        first: how many first keys count as near ones.
     """
 
     reference: int
     beta: Tensor
     layer: int
     count: str = "far"
+    first: int = 0
 
     def bias(self, n_far: Tensor) -> Tensor:
         n_far = lengths_as_float(n_far)
         beta = _take_layer(self.beta, self.layer).to(n_far.dtype)[:, None]
         return -beta * torch.log(n_far / self.reference).clamp_min(0)
+
+    def changes(self, keys: int, window: int) -> bool:
+        return True
 
     def resolve(self, train_length: int | None, window: int | None) -> LearnedShare:
         return self

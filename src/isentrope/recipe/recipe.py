@@ -68,6 +68,10 @@ class Recipe:
             self._check_choice()
 
     def _check_choice(self) -> None:
+        if getattr(self.share, "first", 0):
+            raise ValueError(
+                "recipe: retrieve keeps the first keys itself, and few far ones beside them; leave first=… out of share"
+            )
         one_window = self.position.far_keys_are_one_span
         if one_window and (self.mask is None or self.mask.region(True) == masks.Causal().region(True)):
             return

@@ -14,7 +14,7 @@ from isentrope.backends.protocol import Backend, Launch, triton_refusal
 from isentrope.core.call import AttentionCall, describe_tensors
 from isentrope.core.layout import MAX_SPANS
 
-MAX_BRANCHES = 2
+MAX_BRANCHES = 3  # the third with the angles of the second
 
 
 class DecodeBackend(Backend):
@@ -31,6 +31,8 @@ class DecodeBackend(Backend):
             return f"it does not take {call.q.dtype}"
         if len(call.branches) > MAX_BRANCHES or any(len(b.region.spans) > MAX_SPANS for b in call.branches):
             return f"it takes {MAX_BRANCHES} branches of {MAX_SPANS} spans"
+        if len(call.branches) == MAX_BRANCHES and not call.branches[2].rotates_like(call.branches[1]):
+            return "it takes a third branch only with the angles of the second"
         return "it has no backward" if call.needs_grad else triton_refusal(call)
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -58,7 +60,7 @@ class DecodeBackend(Backend):
 def _list_operands(call: AttentionCall) -> tuple[Tensor, list[Tensor], list[bool], list[Tensor | None]]:
     """Return visible slots, angles, which queries and keys these rotate, and the factors, as a launch takes them."""
     bounds = call.layout.slots_of_one_query(tuple(branch.region for branch in call.branches))
-    pairs = [angles for branch in call.branches for angles in (branch.query_angles, branch.key_angles)]
+    pairs = [angles for branch in call.branches[:2] for angles in (branch.query_angles, branch.key_angles)]
     rotated = [angles is not None for angles in pairs]
     rotations = [x for angles in pairs for x in angles or ()]
     factors = [branch.tau for branch in call.branches] + [branch.offset for branch in call.branches]

@@ -30,7 +30,7 @@ LN2 = tl.constexpr(log(2))
 
 
 class DecodeLaunch:
-    """Attention of one query per row over raw keys, in one or two branches, for any tensors laid out like the first.
+    """Attention of one query per row over raw keys, in up to three branches, for any tensors laid out like the first.
 
     All but the addresses of q, k, v and the output is worked out here, once for the layers of a model.
 
@@ -40,7 +40,8 @@ class DecodeLaunch:
         v: (batch, kv_heads, keys, dv).
         bounds: visible keys, two intervals [low, high) per branch, all disjoint: (batch or 1, branches, 4).
         angles: cos and sin of each entry of `rotated` that is true.
-        rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated.
+        rotated: whether queries of branch 0, keys of branch 0, queries and keys of branch 1 are rotated; a third branch
+            has the angles of branch 1.
         factors: temperatures of all branches, then what is added to their scores, (batch or 1, heads or 1, 1) each.
         scale: factor of the scores.
         normalise: whether to divide queries and keys by their lengths.
@@ -82,7 +83,8 @@ class DecodeLaunch:
             # a table for all rows or all positions has stride 0 there
             angle_strides += broadcast_strides(pair[0] if is_rotated else None, 0, 2)
         branches = len(factors) // 2
-        tau0, tau1, offset0, offset1 = factors = [*_pad_pair(factors[:branches]), *_pad_pair(factors[branches:])]
+        taus, offsets = (_pad_branches(values) for values in (factors[:branches], factors[branches:]))
+        factors = [*taus, *offsets]
         self.tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
         self.grids = (rows, splits, 1), (self.outputs, 1, 1)
         self.numbers = (
@@ -93,8 +95,8 @@ class DecodeLaunch:
         self.constants = {
             "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
             "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": 1 << (vectors // together).bit_length() - 1,
-            "BRANCHES": bounds.shape[1], "TAU0": tau0 is not None, "TAU1": tau1 is not None,
-            "OFFSET0": offset0 is not None, "OFFSET1": offset1 is not None, "NORMALISE": normalise,
+            "BRANCHES": bounds.shape[1], **{f"TAU{n}": x is not None for n, x in enumerate(taus)},
+            **{f"OFFSET{n}": x is not None for n, x in enumerate(offsets)}, "NORMALISE": normalise,
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
             "IEEE": q.dtype == torch.float32,
         }  # fmt: skip
@@ -152,9 +154,9 @@ def _view_from(x: Tensor, address: int) -> Tensor:
     return x.flatten()[(address - x.data_ptr()) // x.element_size() :]
 
 
-def _pad_pair(values: list[Tensor | None]) -> list[Tensor | None]:
-    """Return values of one or two branches as two."""
-    return [*values, None][:2]
+def _pad_branches(values: list[Tensor | None]) -> list[Tensor | None]:
+    """Return values of one, two or three branches as three."""
+    return [*values, None, None][:3]
 
 
 @triton.jit
@@ -258,18 +260,20 @@ def _attend_block(
 
 # lengths, numbers of heads and strides of small tables are not specialised: one kernel serves them all
 @triton.jit(do_not_specialize=[
-    "bounds_batch", "tau0_batch", "tau0_head", "tau1_batch", "tau1_head", "offset0_batch", "offset0_head",
-    "offset1_batch", "offset1_head", "q0_row", "q1_row", "head_groups", "splits",
+    "bounds_batch", "tau0_batch", "tau0_head", "tau1_batch", "tau1_head", "tau2_batch", "tau2_head",
+    "offset0_batch", "offset0_head", "offset1_batch", "offset1_head", "offset2_batch", "offset2_head",
+    "q0_row", "q1_row", "head_groups", "splits",
 ])  # fmt: skip
 def _attend_split(
-    q, k, v, partial_out, partial_lse, bounds, tau0, tau1, offset0, offset1,
+    q, k, v, partial_out, partial_lse, bounds, tau0, tau1, tau2, offset0, offset1, offset2,
     cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
     q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch,
-    tau0_batch, tau0_head, tau1_batch, tau1_head, offset0_batch, offset0_head, offset1_batch, offset1_head,
+    tau0_batch, tau0_head, tau1_batch, tau1_head, tau2_batch, tau2_head,
+    offset0_batch, offset0_head, offset1_batch, offset1_head, offset2_batch, offset2_head,
     q0_batch, q0_row, k0_batch, k0_row, q1_batch, q1_row, k1_batch, k1_row, scale, head_groups, splits,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr,
-    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, NORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr, TAU2: tl.constexpr,
+    OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, OFFSET2: tl.constexpr, NORMALISE: tl.constexpr,
     ROTATE_Q0: tl.constexpr, ROTATE_K0: tl.constexpr, ROTATE_Q1: tl.constexpr, ROTATE_K1: tl.constexpr,
     IEEE: tl.constexpr,
 ):  # fmt: skip
@@ -280,13 +284,16 @@ def _attend_split(
     count: tl.constexpr = GROUPS * HEADS
     row_valid, row_head = row < count, row // GROUPS
 
-    # of both branches here: between their loops every program would wait for them
+    # of all branches here: between their loops every program would wait for them
     q_head_index = first_head * GROUPS + row
     factor0, shift0 = _load_factors(
         tau0, offset0, batch, q_head_index, tau0_batch, tau0_head, offset0_batch, offset0_head, row_valid, TAU0, OFFSET0
     )
     factor1, shift1 = _load_factors(
         tau1, offset1, batch, q_head_index, tau1_batch, tau1_head, offset1_batch, offset1_head, row_valid, TAU1, OFFSET1
+    )
+    factor2, shift2 = _load_factors(
+        tau2, offset2, batch, q_head_index, tau2_batch, tau2_head, offset2_batch, offset2_head, row_valid, TAU2, OFFSET2
     )
 
     # visible keys: two intervals per branch, empty where low = high; a split counts them all, branch after branch
@@ -295,10 +302,15 @@ def _attend_split(
     size0, size1 = tl.load(bounds + 1) - low0, tl.load(bounds + 3) - low1
     first_size = size0 + size1
     total = first_size
-    if BRANCHES == 2:
+    if BRANCHES > 1:
         low2, low3 = tl.load(bounds + 4), tl.load(bounds + 6)
         size2, size3 = tl.load(bounds + 5) - low2, tl.load(bounds + 7) - low3
-        total += size2 + size3
+        second_size = size2 + size3
+        total += second_size
+    if BRANCHES > 2:
+        low4, low5 = tl.load(bounds + 8), tl.load(bounds + 10)
+        size4, size5 = tl.load(bounds + 9) - low4, tl.load(bounds + 11) - low5
+        total += size4 + size5
     split_size = tl.cdiv(tl.cdiv(total, splits), BLOCK) * BLOCK
     begin = tl.minimum(split * split_size, total)
     end = tl.minimum(begin + split_size, total)
@@ -322,18 +334,29 @@ def _attend_split(
             row_max, weights, acc, qa, qb, k, v, cos_k0, sin_k0, shift0, start, stop, low0, size0, low1, row_head, lane,
             value_lane, k_head, k_key, v_head, v_key, k0_row, scale, HEADS, HALF, BLOCK, ROTATE_K0, NORMALISE, IEEE,
         )  # fmt: skip
-    if BRANCHES == 2:
+    if BRANCHES > 1:
         cos_q1, sin_q1, cos_k1, sin_k1 = (
             cos_q1 + batch * q1_batch, sin_q1 + batch * q1_batch, cos_k1 + batch * k1_batch, sin_k1 + batch * k1_batch,
         )  # fmt: skip
         qa, qb = _load_queries(q_pointer, row, factor1, cos_q1, sin_q1, lane, count, HALF, ROTATE_Q1, NORMALISE)
-        stop = end - first_size
+        stop = tl.minimum(end - first_size, second_size)
         for start in range(tl.maximum(begin - first_size, 0), stop, BLOCK):
             row_max, weights, acc = _attend_block(
                 row_max, weights, acc, qa, qb, k, v, cos_k1, sin_k1, shift1, start, stop, low2, size2, low3, row_head,
                 lane, value_lane, k_head, k_key, v_head, v_key, k1_row, scale, HEADS, HALF, BLOCK, ROTATE_K1, NORMALISE,
                 IEEE,
             )  # fmt: skip
+        if BRANCHES > 2:
+            if TAU1 or TAU2:
+                qa, qb = _load_queries(q_pointer, row, factor2, cos_q1, sin_q1, lane, count, HALF, ROTATE_Q1, NORMALISE)
+            before = first_size + second_size
+            stop = end - before
+            for start in range(tl.maximum(begin - before, 0), stop, BLOCK):
+                row_max, weights, acc = _attend_block(
+                    row_max, weights, acc, qa, qb, k, v, cos_k1, sin_k1, shift2, start, stop, low4, size4, low5,
+                    row_head, lane, value_lane, k_head, k_key, v_head, v_key, k1_row, scale, HEADS, HALF, BLOCK,
+                    ROTATE_K1, NORMALISE, IEEE,
+                )  # fmt: skip
 
     row_sum = tl.sum(weights, 1)
     denominator = tl.where(row_sum > 0, row_sum, 1.0)
