@@ -6,7 +6,7 @@ import torch
 
 import isentrope as ise
 from isentrope.core import caching
-from isentrope.core.caching import LRUCache, bounded_cache, clear_caches, get_constant
+from isentrope.core.caching import LRUCache, bounded_cache, clear_caches, collect_constants, get_constant
 from isentrope.core.layout import Layout
 
 
@@ -62,3 +62,14 @@ def test_owners_are_held_weakly():
 
 def test_constants_are_made_on_the_device():
     assert torch.equal(get_constant(torch.ones, torch.device("cpu"), 3), torch.ones(3))
+
+
+def test_constants_are_collected_for_graphs():
+    """A graph that has been captured with the address of a constant outlives the caches that it is from."""
+    constants, device = {}, torch.device("meta")  # as on a GPU: on a CPU they are made anew
+    with collect_constants(constants):
+        one = get_constant(torch.ones, device, 3)
+        assert get_constant(torch.ones, device, 3) is one
+    get_constant(torch.ones, device, 4)
+    clear_caches(keep_compiled=True)
+    assert list(constants.values()) == [one] and get_constant(torch.ones, device, 3) is not one

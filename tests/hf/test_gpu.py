@@ -121,9 +121,3 @@ def test_served_tokens_are_those_of_generate(recipe):
         ise.extend(each, recipe)
     served = [result.generated_tokens for result in serve(fast, prompts)]
     assert served == generate_alone(exact, prompts)
-
-
-def test_cuda_graphs_are_refused_by_a_server():
-    extended = ise.extend(model().to("cuda", torch.bfloat16), RECIPES[2])
-    with pytest.raises(ValueError, match="expected neither CUDA graphs nor compiled passes"):
-        serve(extended, [[3, 4, 5]], use_cuda_graph=True)

@@ -10,7 +10,9 @@ heads, 0.24 ms at 512 tokens.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -70,6 +72,7 @@ _compiled_functions: list[Callable[[], object]] = []
 _owners: WeakSet[Any] = WeakSet()
 _lock = Lock()  # models may run in several threads
 _ABSENT = object()
+_collected: ContextVar[dict[int, Tensor] | None] = ContextVar("collected constants", default=None)
 
 
 def clear_caches(*, keep_compiled: bool = False) -> None:
@@ -150,7 +153,20 @@ def get_constant(make: Callable[..., Tensor], device: torch.device, *arguments: 
     """Return make(*arguments) on a device; on a GPU the same tensor every time."""
     if device.type == "cpu" or torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
         return make(*arguments).to(device)
-    return _get_constant(make, device, *arguments)
+    constant = _get_constant(make, device, *arguments)
+    if (collected := _collected.get()) is not None:
+        collected[id(constant)] = constant
+    return constant
+
+
+@contextmanager
+def collect_constants(constants: dict[int, Tensor]) -> Iterator[None]:
+    """Add what `get_constant` returns to a dictionary, by its id, for graphs that are captured with its address."""
+    token = _collected.set(constants)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
 
 
 @bounded_cache(MAX_CONSTANTS)

@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from isentrope.hf.layer import Layer
+from isentrope.hf.model_runner import ExtendedModelRunner, find_graph_refusal, list_layers, warn_of_graphs
 from isentrope.hf.rope import LENGTH_DEPENDENT_ROPE_TYPES
 from isentrope.utils.messages import truncate
 
@@ -26,11 +27,28 @@ class ExtendedBatchingManager(ContinuousBatchingManager):
         super().__init__(model, generation_config, continuous_batching_config, **options)
         resolved = self.continuous_batching_config
         _check_uncompiled(resolved)
+        if any(resolved.cuda_graph_booleans) and (reason := find_graph_refusal(model)) is not None:
+            resolved.use_cuda_graph = (False, False)
+            warn_of_graphs(reason)
         if not shares_prefixes(model):
             resolved.allow_block_sharing = self._use_prefix_sharing = False
 
     def switch_to_cb_friendly_attn(self, model: Any, *unused: Any) -> None:
         """Keep the attention of the model, which reads paged caches."""
+
+    def _create_batch_processor(self) -> Any:
+        """Create what runs the steps, of which those that decode may be captured as graphs."""
+        processor = super()._create_batch_processor()
+        if not isinstance(processor.model_runner, ExtendedModelRunner):
+            processor.model_runner = ExtendedModelRunner(
+                logit_processor=processor.logit_processor,
+                cb_config=processor.cb_config,
+                inputs_and_outputs=processor.inputs_and_outputs,
+                cache=processor.cache,
+                do_sample=processor.do_sample,
+                return_logprobs=processor.return_logprobs,
+            )
+        return processor
 
 
 class _InitBatching:
@@ -91,7 +109,7 @@ def check_servable(model: nn.Module) -> None:
     Raises:
         ValueError: a layer has such a recipe.
     """
-    for layer in _list_layers(model):
+    for layer in list_layers(model):
         if _depends_on_length(layer):
             raise ValueError(
                 f"continuous batching: {truncate(layer.description)} reads a text by its whole length, which is not "
@@ -104,12 +122,8 @@ def shares_prefixes(model: nn.Module) -> bool:
 
     Where groups of queries choose far keys together, they depend on how the text was fed in.
     """
-    choices = [layer.recipe.retrieve for layer in _list_layers(model)]
+    choices = [layer.recipe.retrieve for layer in list_layers(model)]
     return all(choice is None or choice.queries == 1 for choice in choices)
-
-
-def _list_layers(model: nn.Module) -> list[Layer]:
-    return [module for module in model.modules() if isinstance(module, Layer)]
 
 
 def _depends_on_length(layer: Layer) -> bool:
@@ -129,10 +143,9 @@ def _depends_on_length(layer: Layer) -> bool:
 
 
 def _check_uncompiled(config: Any) -> None:
-    """Refuse CUDA graphs and compiled passes, where the lengths of requests cannot be read."""
-    compiled = config.varlen_compile_config is not None or config.decode_compile_config is not None
-    if compiled or any(config.cuda_graph_booleans):
+    """Refuse compiled passes, where the lengths of requests cannot be read."""
+    if config.varlen_compile_config is not None or config.decode_compile_config is not None:
         raise ValueError(
-            "continuous batching: expected neither CUDA graphs nor compiled passes for an extended model, which reads "
-            "the lengths of requests at every step, got some; set use_cuda_graph=False and default_compile_level=0"
+            "continuous batching: expected no compiled passes for an extended model, which plans steps by the lengths "
+            "of requests, got some; set default_compile_level=0, and use_cuda_graph=True for fast decoding"
         )

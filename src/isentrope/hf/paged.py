@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from isentrope.hf.captured_pages import CapturedPages, DecodingStep
 from isentrope.hf.layer import Layer, LayerCall
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import PAGED_STEP
-from isentrope.hf.pages import Batch, PackedRow, Pages, Plan, Requests
+from isentrope.hf.packed_row import Batch, PackedRow, Plan, RowPages
+from isentrope.hf.pages import Pages, Requests
 
 SLIDING = "sliding_attention"
 # since 5.20 transformers passes a cache all arguments of an attention function
@@ -33,26 +35,19 @@ class PagedStep:
 
     Args:
         arguments: what transformers passes to the model: cache, indices and cumulative lengths.
+        captured: the step, where it may be captured as a graph, so that no length may be read here.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: dict[str, Any], captured: DecodingStep | None = None) -> None:
+        self.arguments, self.captured = arguments, captured
         self.cache: PagedAttentionCache = arguments["cache"]
         query_ends, lengths = arguments["cu_seq_lens_q"], arguments["cu_seq_lens_k"]
         key_ends: dict[str, Tensor] = lengths if isinstance(lengths, dict) else {"": lengths}
         position_ids = arguments["position_ids"]
         last = position_ids[0][query_ends[1:].long() - 1]
-        # the only copy from the device in a step, before there is anything to wait for
-        numbers = torch.cat((last, query_ends, *key_ends.values())).tolist()
-        count = len(last)
-        ends = [numbers[n : n + count + 1] for n in range(count, len(numbers), count + 1)]
-        queries, *keys = ([b - a for a, b in pairwise(each)] for each in ends)
         self.rows = {kind: PackedRow(position_ids, query_ends, each, last) for kind, each in key_ends.items()}
-        self.requests = {
-            kind: Requests(queries, each, [position + 1 - n for position, n in zip(numbers[:count], each, strict=True)])
-            for kind, each in zip(key_ends, keys, strict=True)
-        }
-        self.pages: dict[int, Pages] = {}
+        self.requests = {} if captured is not None else _read_requests(last, query_ends, key_ends)
+        self.pages: dict[int, RowPages] = {}
 
     def attend(self, layer: Layer, call: LayerCall) -> Tensor:
         """Write the keys and values of a call to the cache, and attend to those of each request.
@@ -72,21 +67,36 @@ class PagedStep:
             packed = (key, value) if plan.gathered is None else (key[:, :, row], value[:, :, row])
             out = _run_plain(layer, call, *packed, pages, plan)
         else:
-            out = call.query.new_empty(1, pages.total_queries, call.query.shape[1], value.shape[-1])
+            out = call.query.new_zeros(1, pages.total_queries, call.query.shape[1], value.shape[-1])
         for batch in plan.batches:
             part = self._run_batch(layer, call, batch, key, value)
+            if plan.own is not None:
+                part = torch.where(plan.own, out[:, batch.queries], part)
             if isinstance(batch.queries, Tensor):
                 out.index_copy_(1, batch.queries, part)
             else:
                 out[:, batch.queries] = part
         return out
 
-    def _get_pages(self, layer_index: int) -> Pages:
+    def _get_pages(self, layer_index: int) -> RowPages:
         group, layer_type = _find_group(self.cache, layer_index)
         if group not in self.pages:
             kind = layer_type if layer_type in self.rows else next(iter(self.rows))
-            self.pages[group] = Pages(self.rows[kind], self.requests[kind])
+            self.pages[group] = self._make_pages(group, kind)
         return self.pages[group]
+
+    def _make_pages(self, group: int, kind: str) -> RowPages:
+        row = self.rows[kind]
+        queries = row.position_ids.shape[1]
+        keys = len(self.arguments["read_index"][group]) or queries  # nothing is read where all keys are new
+        if self.captured is not None:
+            return CapturedPages(row.pad(len(row.last_positions), queries, keys), (queries, keys), self.captured)
+        requests = self.requests[kind]
+        count = len(requests.queries)
+        sizes = count, sum(requests.queries), sum(requests.keys)
+        if sizes == (len(row.last_positions), queries, keys):
+            return Pages(row, requests)
+        return Pages(row.pad(count, queries, keys), requests.pad(queries, keys))
 
     def _run_batch(self, layer: Layer, call: LayerCall, batch: Batch, key: Tensor, value: Tensor) -> Tensor:
         """Attend under the recipe in some requests, and return (1, queries, heads, d)."""
@@ -111,7 +121,7 @@ class PagedStep:
             return out.transpose(0, 1)
         return out.flatten(0, 1)[None] if batch.rows > 1 else out
 
-    def _update(self, call: LayerCall, pages: Pages, plan: Plan) -> tuple[Tensor, Tensor]:
+    def _update(self, call: LayerCall, pages: RowPages, plan: Plan) -> tuple[Tensor, Tensor]:
         """Write new keys and values to the cache and gather those of a plan, (1, heads, keys, d) each."""
         # layers with a window read before they write, and mark new keys in the order of the packed row
         if plan.gathered is None:
@@ -130,12 +140,28 @@ class PagedStep:
         return self.arguments | {"read_index": indices}
 
 
+def _read_requests(last: Tensor, query_ends: Tensor, key_ends: dict[str, Tensor]) -> dict[str, Requests]:
+    """Return the requests of a step, by the kind of layer; a row that is padded has others at its end, without tokens.
+
+    The only copy from the device in a step, before there is anything to wait for.
+    """
+    numbers = torch.cat((last, query_ends, *key_ends.values())).tolist()
+    count = len(last)
+    ends = [numbers[n : n + count + 1] for n in range(count, len(numbers), count + 1)]
+    queries, *keys = ([b - a for a, b in pairwise(each)] for each in ends)
+    count -= queries.count(0)
+    return {
+        kind: Requests(queries[:count], each[:count], [p + 1 - n for p, n in zip(numbers[:count], each, strict=False)])
+        for kind, each in zip(key_ends, keys, strict=True)
+    }
+
+
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     """Return some of the keys, or values, in a tensor (1, heads, keys, d); in memory keys come first, as in pages."""
     return x[0].transpose(0, 1).index_select(0, index).transpose(0, 1)[None]
 
 
-def _run_plain(layer: Layer, call: LayerCall, key: Tensor, value: Tensor, pages: Pages, plan: Plan) -> Tensor:
+def _run_plain(layer: Layer, call: LayerCall, key: Tensor, value: Tensor, pages: RowPages, plan: Plan) -> Tensor:
     """Run the model's own attention over the packed row, as the plain engine does: its rotation and SDPA.
 
     In the same row, for outputs that are the plain engine's bit for bit. Requests under the recipe are in it too, and
@@ -144,7 +170,8 @@ def _run_plain(layer: Layer, call: LayerCall, key: Tensor, value: Tensor, pages:
     query = call.query
     if layer.rope is not None and layer.rotated_recipe is None:
         query = layer.rope.rotate(query, pages.row.position_ids, pages)
-        if plan.batches and key.device.type == "cpu":  # elsewhere one launch for all keys is faster
+        # on a GPU one launch for all keys is faster
+        if plan.batches and isinstance(pages, Pages) and key.device.type == "cpu":
             idle, positions = pages.cached(("idle", id(plan)), lambda: pages.find_keys(plan.idle))
             key = key.index_copy(2, idle, layer.rope.rotate(key[:, :, idle], positions, pages))
         else:
@@ -179,4 +206,4 @@ def begin_step(layouts: LayoutCache, module: nn.Module, args: tuple[Any, ...], k
         return None
     # transformers takes a mask of four dimensions as it is, and makes no other
     mask = torch.empty(1, 1, 0, 0, device=kwargs["position_ids"].device)
-    return args, kwargs | {PAGED_STEP: PagedStep(kwargs), "attention_mask": mask}
+    return args, kwargs | {PAGED_STEP: PagedStep(kwargs, kwargs.get(PAGED_STEP)), "attention_mask": mask}
