@@ -7,8 +7,9 @@ Both models take turns step by step in one process, with the same requests. A st
 scheduling, the forward pass and sampling. Ratios are plain / extended, of each pair of steps (1: as fast as the plain
 model), and medians are of these. On a CPU times are of the processor, which other programs disturb less.
 
-The plain model runs SDPA over the paged cache, as transformers runs it by itself where no FlashAttention is installed;
-on a GPU also with CUDA graphs, and with FlashAttention where that is installed. An extended model has neither.
+The plain model runs SDPA over the paged cache, as transformers runs it by itself where no FlashAttention is installed.
+On a GPU both models are also served with CUDA graphs, and the plain one with FlashAttention where that is installed.
+--graphs leaves out all rows without.
 
 --count: in place of times, what a step costs the host for each layer, which no machine changes: torch operations, views
 included, and launches of Triton's kernels. On a CPU, and as the host of a GPU makes them (`stub_gpu`).
@@ -50,7 +51,7 @@ OPTIONS = inspect.signature(ContinuousBatchingConfig).parameters
 
 
 class Baseline(NamedTuple):
-    """How the plain model is served."""
+    """How models are served: the attention of the plain one, and whether both have CUDA graphs."""
 
     attention: str = "sdpa"
     graphs: bool = False
@@ -108,11 +109,12 @@ def run_step(manager: Any, device: torch.device) -> tuple[float, int] | None:
     begin = clock()
     if not manager.batch_processor.prepare_next_batch():
         return None
+    tokens = sum(request.query_length for request in manager.batch_processor.inputs_and_outputs.requests_in_batch)
     manager._generation_step()
     manager.batch_processor.update_batch()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return clock() - begin, manager.batch_processor.inputs_and_outputs.num_q_tokens
+    return clock() - begin, tokens
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def compare(
     # transformers before 5.20 would take FlashAttention otherwise, and names what reads pages
     attention = baseline.attention if "auto_switch_to_flash" in OPTIONS else f"paged|{baseline.attention}"
     plain.set_attn_implementation(attention)
-    managers = [start(plain, prompts, new, baseline.graphs), start(extended, prompts, new)]
+    managers = [start(model, prompts, new, baseline.graphs) for model in (plain, extended)]
     pairs: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
     order, end = [0, 1], time.monotonic() + seconds
     while time.monotonic() < end:
@@ -136,7 +138,7 @@ def compare(
         order.reverse()
         if steps[0] is None or steps[1] is None:
             break
-        kind = "decode" if steps[1][1] <= len(prompts) else "prefill"  # with CUDA graphs the plain model's are padded
+        kind = "decode" if steps[1][1] <= len(prompts) else "prefill"
         pairs[kind].append((steps[0][0], steps[1][0]))
     return {kind: summarise(each[WARM_STEPS:] or each) for kind, each in pairs.items() if each}
 
@@ -164,15 +166,6 @@ def build(options: argparse.Namespace) -> Any:
         model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=length, eos_token_id=None))
         model = model.to(options.device, getattr(torch, dtype))
     return model.eval()
-
-
-def try_graphs(extended: Any, prompts: list[list[int]]) -> str:
-    """Return what becomes of an extended model with CUDA graphs."""
-    try:
-        start(extended, prompts[:1], 2, graphs=True)
-    except ValueError as error:
-        return f"refused: {error}"
-    return "off: the engine has none without a GPU" if not torch.cuda.is_available() else "taken"
 
 
 def make_small(layers: int, dtype: torch.dtype) -> Any:
@@ -241,6 +234,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="rerope:window={window}+share")
     parser.add_argument("--new", type=int, default=12, help="tokens of each request")
     parser.add_argument("--only", nargs="*", help="names of workloads")
+    parser.add_argument("--graphs", action="store_true", help="with CUDA graphs alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of all rows together, after loading")
     parser.add_argument("--count", action="store_true", help="operations of a layer, in place of times")
     parser.add_argument("--out", type=Path, required=True)
@@ -265,14 +259,13 @@ def main() -> None:
         "dtype": str(plain.dtype),
         "train_length": train_length,
         "recipe": recipe,
-        "extended_with_cuda_graphs": try_graphs(extended, workloads["short"]),
     }
     rows: list[dict[str, Any]] = []
     jobs = [
         (baseline, name)
         for baseline in list_baselines(options.device)
         for name in workloads
-        if not options.only or name in options.only
+        if (not options.only or name in options.only) and baseline.graphs >= options.graphs
     ]
     if options.device == "cuda":  # kernels are compiled
         compare(plain, extended, [workloads["short"][0], *workloads["long"][:2]], 4, Baseline())

@@ -11,7 +11,13 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from isentrope.hf.layer import Layer
-from isentrope.hf.model_runner import ExtendedModelRunner, find_graph_refusal, list_layers, warn_of_graphs
+from isentrope.hf.model_runner import (
+    ExtendedModelRunner,
+    find_graph_refusal,
+    list_layers,
+    prefers_graphs,
+    warn_of_graphs,
+)
 from isentrope.hf.rope import LENGTH_DEPENDENT_ROPE_TYPES
 from isentrope.utils.messages import truncate
 
@@ -24,6 +30,9 @@ class ExtendedBatchingManager(ContinuousBatchingManager):
 
     def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, **options: Any) -> None:
         check_servable(model)
+        config = continuous_batching_config
+        if config.use_cuda_graph is None and getattr(config, "auto_switch_to_flash", True):
+            config.use_cuda_graph = True if prefers_graphs(model, model.device) else None
         super().__init__(model, generation_config, continuous_batching_config, **options)
         resolved = self.continuous_batching_config
         _check_uncompiled(resolved)

@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from isentrope.core.caching import collect_constants
 from isentrope.core.compile import HAS_TRITON
@@ -31,11 +33,12 @@ class ExtendedModelRunner(ModelRunner):
     """
 
     def __init__(self, **options: Any) -> None:
+        # before the memory pool of the base class, which must outlive them
+        self._graphs: dict[Hashable, CudaGraphBuffer] = {}
         super().__init__(**options)
         self.captures = self.use_cuda_graph_varlen or self.use_cuda_graph_decode
         self._captures_step = False
         self._idle_lengths: list[int] | None = None
-        self._graphs: dict[Hashable, CudaGraphBuffer] = {}
         self._constants: dict[int, Tensor] = {}  # which graphs have the addresses of
 
     def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
@@ -96,6 +99,15 @@ def find_graph_refusal(model: Any) -> str | None:
         if layer.recipe.retrieve is not None or layer.temperature is not None:
             return f"{truncate(layer.description)} chooses keys or learns laws"
     return None
+
+
+def prefers_graphs(model: Any, device: torch.device) -> bool:
+    """Return whether a model is served with graphs by default: where transformers would serve the plain one so.
+
+    That is with FlashAttention. With SDPA neither is padded, and short requests are the plain model's bit for bit.
+    """
+    flash = is_flash_attn_2_available() or is_flash_attn_3_available()
+    return device.type == "cuda" and flash and model._supports_flash_attn and find_graph_refusal(model) is None
 
 
 def warn_of_graphs(reason: str) -> None:
