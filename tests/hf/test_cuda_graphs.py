@@ -63,6 +63,14 @@ def test_requests_that_end_and_begin(exact):
     assert all(generated.values())
 
 
+@pytest.mark.parametrize("paths", [(True, False), (False, True)])
+def test_graphs_that_are_asked_for_on_one_path(paths, exact):
+    """Those of tables of pages are an extended model's too, which reads lists of keys instead."""
+    with graphs_on_a_cpu(paths) as runners:
+        serve_tokens(extended(RECIPE), PROMPTS[:3], NEW, **SIZES)
+        assert runners[0].replays > NEW // 2
+
+
 def freeze(tensor):
     """A copy whose values have been read on the host, as a plan of the host is."""
     return torch.tensor(tensor.tolist())

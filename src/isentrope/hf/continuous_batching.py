@@ -36,9 +36,12 @@ class ExtendedBatchingManager(ContinuousBatchingManager):
         super().__init__(model, generation_config, continuous_batching_config, **options)
         resolved = self.continuous_batching_config
         _check_uncompiled(resolved)
-        if any(resolved.cuda_graph_booleans) and (reason := find_graph_refusal(model)) is not None:
-            resolved.use_cuda_graph = (False, False)
-            warn_of_graphs(reason)
+        if any(resolved.cuda_graph_booleans):
+            reason = find_graph_refusal(model)
+            # of both paths that the engine has: one alone would have its own sizes, and a graph for each length
+            resolved.use_cuda_graph = (reason is None, reason is None)
+            if reason is not None:
+                warn_of_graphs(reason)
         if not shares_prefixes(model):
             resolved.allow_block_sharing = self._use_prefix_sharing = False
 

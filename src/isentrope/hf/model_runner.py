@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from isentrope.core.caching import collect_constants
 from isentrope.core.compile import HAS_TRITON
