@@ -149,3 +149,10 @@ def test_compiled_passes_are_refused():
     model = extended(RECIPE)
     with pytest.raises(ValueError, match="expected no compiled passes"):
         serve(model, PROMPTS[:1], varlen_compile_config=CompileConfig())
+
+
+def test_steps_do_not_overlap():
+    model, prompts = ise.extend(llama(), "rerope:window=8+infoscale"), [list(range(1, 30)), list(range(5, 12))]
+    expected = generate_alone(model, prompts)
+    with pytest.warns(UserWarning, match="use_async_batching is off"):
+        assert serve_tokens(model, prompts, use_async_batching=True) == expected

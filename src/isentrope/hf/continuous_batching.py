@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import ref
 
@@ -42,6 +43,14 @@ class ExtendedBatchingManager(ContinuousBatchingManager):
             resolved.use_cuda_graph = (reason is None, reason is None)
             if reason is not None:
                 warn_of_graphs(reason)
+        if resolved.use_async_batching:
+            # wrong tokens on a GPU for recipes without far keys, measured with transformers 5.17
+            resolved.use_async_batching = False
+            warnings.warn(
+                "continuous batching: steps of an extended model do not overlap, use_async_batching is off",
+                UserWarning,
+                stacklevel=2,
+            )
         if not shares_prefixes(model):
             resolved.allow_block_sharing = self._use_prefix_sharing = False
 
