@@ -24,6 +24,10 @@ COLUMNS = (
     ("stories15M 2–4k", "stories15M", ("stories",)),
     ("Llama 2–4k", "llama", ("modules",)),
 )
+SPARED = {  # plans with first keys that a law spares
+    "smollm2-32k": "SmolLM2", "smollm2-131k": "SmolLM2", "tinyllama-8k": "TinyLlama", "tinyllama-32k": "TinyLlama",
+    "gemma-131k": "Gemma-3-270M",
+}  # fmt: skip
 METHODS = {"ReRoPE": 0, "SelfExtend": 1}  # their places in `METHODS` of share/tables.py
 SHARE_HALF = "**share (β = ½)**"
 PRIOR = "prior, −ln(n / n_tr)"
@@ -97,6 +101,69 @@ def render_share_wins() -> str:
 
 
 FILLERS = ("novels", "technical", "speeches", "repetitive")
+FIRST_LAWS = {"share (β = ½)": "share:beta=0.5", "share, β = 1": "share:beta=1", "prior": TABLES.PRIOR}
+FIRST = ",first=4"
+
+
+def list_first_rows(method: str) -> dict[str, str]:
+    """Name laws with and without spared first keys, and what follows the method in their recipes."""
+    names = {f"{method} + {law}": text for law, text in FIRST_LAWS.items()}
+    return {
+        name + suffix: f"+{text}{option}"
+        for name, text in names.items()
+        for suffix, option in (("", ""), (", first = 4", FIRST))
+    }
+
+
+def render_share_first() -> str:
+    """Print perplexity in the last bucket and passkeys with and without spared first keys, on the same documents."""
+    plans = [(head, plan, kinds) for head, plan, kinds in COLUMNS if plan in SPARED]
+    heads = " | ".join(
+        f"{SPARED[plan]} {head.split(': ')[0].split()[-1]}: {head.split(': ')[1]}" for head, plan, _ in plans
+    )
+    lines = [f"| | {heads} |", "|---" * (len(plans) + 1) + "|"]
+    columns: dict[tuple[str, str], Column] = {}
+    names = [name for method in METHODS for name in list_first_rows(method)]
+    for _, plan, kinds in plans:
+        window = TABLES.METHODS[plan][0].partition("=")[2]
+        recipes = {TABLES.FORGETS: f"sink:sinks=4,size={int(window) - 4}"}
+        for method, index in METHODS.items():
+            base = TABLES.METHODS[plan][index]
+            recipes |= {name: base + suffix for name, suffix in list_first_rows(method).items()}
+        for kind in kinds:
+            columns[plan, kind] = TABLES.compute_column(plan, kind, recipes)
+
+    def add(name: str, texts: list[list[str]]) -> None:
+        cells = ("" if set(group) == {MISSING} else " · ".join(group) for group in texts)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    for name in (*names, TABLES.FORGETS):
+        means = [[columns[plan, kind][0].get(name) for kind in kinds] for _, plan, kinds in plans]
+        if any(value is not None for group in means for value in group):
+            add(name, [[format_perplexity(value) for value in group] for group in means])
+    add("documents", [[str(columns[plan, kind][1]) for kind in kinds] for _, plan, kinds in plans])
+    laws = {"none": "", **list_first_rows("ReRoPE")}
+    for name, suffix in laws.items():
+        counts = [count_common(plan, TABLES.METHODS[plan][0] + suffix, list(laws.values())) for _, plan, _ in plans]
+        if any(count for _, count in counts):
+            texts = [[f"{right} of {count}" if count else MISSING] for right, count in counts]
+            add(f"passkeys: {name}", texts)
+    return join_lines(lines)
+
+
+def count_common(plan: str, recipe: str, suffixes: list[str]) -> tuple[int, int]:
+    """Count the passkeys that a recipe finds, and all, in the places where each of the laws that has some was asked."""
+    base, found = TABLES.METHODS[plan][0], dict[str, dict[tuple[Any, ...], tuple[int, int]]]()
+    for filler in FILLERS:
+        for cell in TABLES.read_cells(plan, f"{filler}-filler", "retrieval.json")[1]:
+            if cell["task"] == "passkey" and cell["recipe"] in [base + suffix for suffix in suffixes]:
+                place = filler, cell["length"], cell["depth"]
+                found.setdefault(cell["recipe"], {})[place] = cell["forced"], cell["count"]
+    places = set.intersection(*map(set, found.values())) if found else set()
+    values = [found[recipe][place] for place in places] if recipe in found else []
+    return sum(right for right, _ in values), sum(count for _, count in values)
+
+
 FOUND_ROWS = (
     ("rerope:window=4096", "", "+infoscale", "+share:beta=0.5", f"+{TABLES.PRIOR}", f"+power:keys=far+{TABLES.PRIOR}"),
     ("selfextend:window=4096,group=14", "", "+share:beta=0.5", f"+power:keys=far+{TABLES.PRIOR}"),
@@ -194,7 +261,8 @@ def render_share_fits() -> str:
     names = {
         "the Llama that ships": "llama-calibrate/calibrate.json",
         "stories15M": "stories15M-calibrate/calibrate.json",
-        "TinyLlama": "tinyllama-calibrate/unfinished.json",
+        "TinyLlama": "tinyllama-calibrate/calibrate.json",
+        "TinyLlama at 32,768": "tinyllama-32k-calibrate/calibrate.json",
         "SmolLM2": "smollm2-calibrate/calibrate.json",
         "Gemma-3-270M": "gemma-calibrate/calibrate.json",
     }

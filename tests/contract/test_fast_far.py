@@ -55,10 +55,11 @@ SINKS = (
     "rerope:window=24+lambda:sinks=5,window=24+logn:train_length=16,keys=far+share:beta=1,reference=1",
     f"rerope:window=24+lambda:sinks=40,window=24+logn:train_length=16,keys=near+share:beta={TABLE},reference=2",
 )
+INTERPRETED = FAR_LAWS[1:] + SINKS[:1] + FIRST
 
 
 @interprets
-@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(FAR_LAWS[1:] + SINKS[:1] + FIRST, HALVES, every=2), ids=str)
+@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(INTERPRETED, HALVES, every=2), ids=str)
 def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from isentrope.data.tasks.needles import MULTIVALUE_NEEDLES
 from isentrope.data.tasks.registry import IDENTITY_TASKS
 from isentrope.data.tasks.variables import CHAIN_LENGTH
 from isentrope.data.tasks.vocabulary import ADJECTIVES, FILLER, NOUNS
-from isentrope.evaluation import answers, perplexity, retrieval
+from isentrope.evaluation import retrieval
 from isentrope.evaluation.answers import generate_answer, score_answer
 from isentrope.evaluation.metrics import wilson_interval
 from isentrope.evaluation.prompts import Prompt, PromptFormat
@@ -29,7 +28,6 @@ from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.tables.retrieval import build_retrieval_table
-from tests.fixtures.generation import gemma, mistral
 from tests.fixtures.models import llama
 from tests.fixtures.needles import FILLED, made, solved
 
@@ -165,20 +163,6 @@ def test_forced_and_generated_agree(recipe, letters):
         assert actual["logprob"] == pytest.approx(expected.item(), rel=1e-4)
         wrong = Prompt(prompt.example, prompt.text, prompt.tokens, (*told.answer[:-1], (told.answer[-1] + 1) % 90))
         assert score_answer(model, wrong)["likeliest"] == 5
-
-
-@pytest.mark.parametrize("make", [gemma, mistral])
-@torch.no_grad()
-def test_a_plain_model_with_windows_answers_long_prompts_without_a_mask_of_all_pairs(make, letters, monkeypatch):
-    model, prompt = make(), PromptFormat.from_tokenizer(letters).build_prompt(made("passkey", length=400))
-    ids = tuple(token % 60 for token in prompt.tokens)
-    prompt = Prompt(prompt.example, prompt.text, ids, tuple(token % 60 for token in prompt.answer))
-    expected, reply = score_answer(model, prompt), generate_answer(model, letters, prompt)
-    monkeypatch.setattr(perplexity, "MAX_MASK", 50 * len(ids))
-    with patch.object(answers, "read_in_chunks", wraps=perplexity.read_in_chunks) as read:
-        assert score_answer(model, prompt) == pytest.approx(expected, rel=1e-4)
-        assert generate_answer(model, letters, prompt) == reply
-    assert [call.args[1].shape[1] for call in read.call_args_list] == [len(ids) - 1, len(ids) - 1]
 
 
 def test_generation_is_greedy_whatever_the_model_prefers(letters):
