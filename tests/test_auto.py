@@ -40,7 +40,7 @@ def test_what_is_chosen_and_why(facts, length, recipe, words):
         (lambda: parse_length(0, 64), "got 0"),
         (lambda: read_auto_length("auto"), "needs the length that the model is to read; write auto:length=4x"),
         (lambda: read_auto_length("auto:window=4"), "expected auto:length=4x"),
-        (lambda: read_auto_length("auto:length=4x", 4096), "expected auto:length=4x"),
+        (lambda: read_auto_length("auto:length=4x", 4096), "expected one length, got length=4096 too; leave one out"),
     ],
 )
 def test_what_cannot_be_chosen(call, message):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import isentrope as ise
 from tests.fixtures.families import FAMILIES, logits
@@ -41,6 +43,64 @@ def test_padding_between_tokens(recipe, length, dtype):
     mask[1, 7:9] = 0
     model = ise.extend(llama(), recipe)
     refused_at_call(model, "attention_mask: .*between tokens", tokens(2, length), attention_mask=mask)
+
+
+def test_generating_from_prompts_padded_on_the_right():
+    """The first new token comes after padding; the error says where padding belongs."""
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[1, 15:] = 0
+    model = ise.extend(llama(), "rerope:window=32")
+    with pytest.raises(ValueError, match="padding_side='left'"):
+        model.generate(tokens(2, 20), attention_mask=mask, max_new_tokens=3, pad_token_id=0)
+
+
+REROTATING = ["rerope:window=32", "yarn:factor=4"]  # raw keys, other frequencies
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("recipe", REROTATING)
+def test_a_cache_of_the_plain_model(recipe, kind):
+    """Its keys are rotated by the plain model; read as the recipe's they would be rotated twice."""
+    model, ids = llama(), tokens(1, 20)
+    cache = kind(config=model.config, **({"max_cache_len": 30} if kind is StaticCache else {}))
+    logits(model, ids, past_key_values=cache)
+    ise.extend(model, recipe)
+    refused_at_call(model, "past_key_values: .* got 20 tokens cached elsewhere", ids[:, :1], past_key_values=cache)
+    cache.reset()
+    logits(model, ids, past_key_values=cache)
+
+
+def test_a_cache_of_another_recipe():
+    model, ids = ise.extend(llama(), REROTATING[0]), tokens(1, 21)
+    with torch.no_grad():
+        cache = model(ids[:, :20]).past_key_values
+    expected = logits(model, ids)[:, -1]
+    ise.restore(model)
+    with ise.extended(model, REROTATING[1]):
+        refused_at_call(model, "cached under rerope:window=32", ids[:, 20:], past_key_values=cache)
+    with ise.extended(model, REROTATING[0]):  # the same again; copies serve several prompts
+        for one in (copy.deepcopy(cache), cache):
+            torch.testing.assert_close(logits(model, ids[:, 20:], past_key_values=one)[:, -1], expected)
+
+
+def test_a_cache_that_a_compiled_model_filled():
+    model, ids = ise.extend(llama(), REROTATING[0]), tokens(1, 21)
+    with torch.no_grad():
+        cache = torch.compile(model, backend="eager")(ids[:, :20]).past_key_values
+    torch.testing.assert_close(logits(model, ids[:, 20:], past_key_values=cache), logits(model, ids)[:, -1:])
+
+
+@pytest.mark.parametrize("recipe", REROTATING)
+def test_keys_learned_for_the_plain_model(recipe):
+    """Prefix tuning learns keys as they are cached; prompt tuning learns embeddings, and works."""
+    ids, options = tokens(1, 20), {"num_virtual_tokens": 5, "task_type": "CAUSAL_LM"}
+    model = ise.extend(get_peft_model(llama(), PrefixTuningConfig(**options)), recipe)
+    with pytest.raises(ValueError, match=r"past_key_values: .* use prompt tuning"):
+        logits(model, ids)
+    model = get_peft_model(llama(), PromptTuningConfig(**options)).eval()
+    plain = logits(model, ids)
+    ise.extend(model, "rerope:window=32")
+    assert torch.equal(logits(model, ids), plain)
 
 
 @pytest.mark.parametrize("recipe", CALLED)

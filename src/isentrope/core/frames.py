@@ -23,8 +23,8 @@ def find_token_span(mask: Tensor) -> tuple[Tensor, Tensor]:
     last = torch.where(count == 0, first - 1, last)
     if values_are_readable(mask) and bool((count != last - first + 1).any()):
         raise ValueError(
-            "attention_mask: expected padding on the left or right of each row, got it between tokens; pass the mask "
-            "to generate, which otherwise takes every pad token for padding"
+            "attention_mask: expected padding on the left or right of each row, got it between tokens; to generate, "
+            "pad prompts with padding_side='left', and pass their mask: without one, every pad token counts as padding"
         )
     return first, last
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.dispatch import check_backend
 from isentrope.hf.auto import choose_for_layers
+from isentrope.hf.cache_recipe import CacheRecipe
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs
@@ -303,6 +304,10 @@ def _apply(
     handles.append(inner.base_model.register_forward_pre_hook(partial(begin_step, layouts), with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(layouts.begin_pass))
     handles.append(inner.base_model.register_forward_hook(layouts.end_pass))
+    if any(plan.skipped_rope is not None or plan.theta is not None for plan in plans):
+        caches = CacheRecipe(str(recipe))
+        handles.append(inner.base_model.register_forward_pre_hook(caches.check, with_kwargs=True))
+        handles.append(inner.base_model.register_forward_hook(caches.mark_output))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
     silence_length_warnings(inner)
     enable_continuous_batching(inner)

@@ -12,6 +12,8 @@ from transformers.cache_utils import DynamicLayer
 from isentrope.parallel.rows import ShardedOffset
 from isentrope.parallel.split import Split, intersect_ranges
 
+FILLED_UNDER = "isentrope_recipe"  # attribute of a cache: the text of the recipe that its keys are for
+
 
 class ShardedLayer(DynamicLayer):
     """The keys and values that this process has of a layer, in the order of their slots.
@@ -68,3 +70,9 @@ class ShardedLayer(DynamicLayer):
 def is_sharded(cache: object) -> bool:
     """Return whether a cache holds a part of the keys, and other processes the rest."""
     return isinstance(cache, Cache) and any(isinstance(layer, ShardedLayer) for layer in cache.layers)
+
+
+def copy_mark(source: Cache, target: Cache) -> Cache:
+    """Mark a cache as filled under the recipe of another, and return it."""
+    setattr(target, FILLED_UNDER, getattr(source, FILLED_UNDER, None))
+    return target

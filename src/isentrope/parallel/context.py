@@ -181,7 +181,7 @@ class SequenceParallel:
         """
         from transformers import Cache, DynamicCache
 
-        from isentrope.parallel.cache import ShardedLayer
+        from isentrope.parallel.cache import ShardedLayer, copy_mark
 
         if to not in (None, "each", *range(self.size)):
             raise ValueError(f"to: expected a rank below {self.size}, 'each' or None, got {format_value(to)}")
@@ -202,7 +202,8 @@ class SequenceParallel:
         logits = self.sum(logits if is_last else torch.zeros_like(logits))
         layers: list[Any] = own.layers
         if to is None:
-            return logits, Cache(layers=[ShardedLayer(x.keys, x.values, split, self.rank) for x in layers])
+            parts = Cache(layers=[ShardedLayer(x.keys, x.values, split, self.rank) for x in layers])
+            return logits, copy_mark(own, parts)
         wanted = tuple(cached if to in ("each", rank) else () for rank in range(self.size))
         whole = DynamicCache(config=config)
         for index, layer in enumerate(layers):
@@ -210,7 +211,7 @@ class SequenceParallel:
             layer.keys = layer.values = None
             if wanted[self.rank]:
                 whole.update(keys, values, index)
-        return logits, whole if wanted[self.rank] else None
+        return logits, copy_mark(own, whole) if wanted[self.rank] else None
 
     def collate(self, collator: Callable[[Any], Any]) -> Callable[[Any], dict[str, Tensor]]:
         """Return a data collator whose batches are this process's part, for a `Trainer` that reads the same rows.

@@ -148,7 +148,9 @@ def read_auto_length(text: str, length: int | str | None = None) -> int | str:
     """
     rest = text.partition(":")[2].strip()
     key, _, own = rest.partition("=")
-    if rest and (key.strip() != "length" or not own.strip() or length is not None):
+    if rest and length is not None:
+        raise ValueError(f"recipe {format_value(text)}: expected one length, got length={length!r} too; leave one out")
+    if rest and (key.strip() != "length" or not own.strip()):
         raise ValueError(f"recipe {format_value(text)}: expected auto:length=4x or auto with a length beside it")
     if not rest and length is None:
         raise ValueError(
