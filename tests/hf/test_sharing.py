@@ -310,8 +310,7 @@ def test_an_adapter_does_not_hold_what_a_recipe_learns(tmp_path):
     ("recipe", "rope"),
     [
         ("pi:factor=4", {"rope_type": "linear", "factor": 4.0}),
-        ("yarn:factor=4", {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}),
-        ("yarn:factor=4+yarntemperature:factor=4", {"rope_type": "yarn", "attention_factor": pytest.approx(1.138629)}),
+        ("yarn:factor=4+yarntemperature:factor=4", {"rope_type": "yarn", "factor": 4.0}),
         ("ntk:factor=2", {"rope_type": "default", "rope_theta": pytest.approx(10000 * 2 ** (8 / 6))}),
         ("ntk:factor=2,dynamic=true", {"rope_type": "dynamic", "factor": 2.0}),
         ("rope:base=50000", {"rope_theta": 50000.0}),
@@ -333,6 +332,22 @@ def test_native_export(recipe, rope, tmp_path):
     if "temperature" not in recipe and "dynamic" not in recipe and "original" not in recipe:
         assert torch.equal(native(ids).logits, model(ids).logits)
     assert str(ise.describe(model)).splitlines()[0].startswith("llama under")  # itself as before
+
+
+def test_native_export_of_yarn_states_no_factor_that_engines_read_differently(tmp_path):
+    """Engines apply 0.1 ln s + 1 by themselves; some ignore attention_factor, some multiply by it."""
+    ise.export(ise.extend(llama(), "yarn:factor=4+yarntemperature:factor=4"), tmp_path / "published")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    assert "attention_factor" not in config["rope_parameters"]
+    ids = tokens(1, LONG)
+    for recipe, factor in (("yarn:factor=4", 1.0), ("yarn:factor=4+yarntemperature:factor=2", 1.069315)):
+        model = ise.extend(llama(), recipe)
+        with pytest.warns(UserWarning, match=r"extend with yarn:factor=4\+yarntemperature:factor=4") as caught:
+            ise.export(model, tmp_path / f"native-{factor}")
+        assert caught[0].filename == __file__
+        native = AutoModelForCausalLM.from_pretrained(tmp_path / f"native-{factor}")
+        assert native.config.rope_parameters["attention_factor"] == pytest.approx(factor)
+        torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
 
 
 def test_native_export_of_a_window(tmp_path):

@@ -36,9 +36,9 @@ MAX_CHECK_LENGTH = 4096
 def export(model: nn.Module, folder: str | Path, *, remote_code: bool = False, **options: Any) -> Path:
     """Write an extended model for programs that do not import isentrope.
 
-    By default it becomes a plain model of transformers, for any engine, which takes a recipe that transformers has
-    itself: `pi`, `yarn` (with the static `yarntemperature`, or none), `ntk`, `longrope`, `rope:base=…`, and `window` on
-    models with windows.
+    By default it becomes a plain model of transformers, which other engines read too. That takes a recipe that
+    transformers has itself: `pi`, `yarn` (with the static `yarntemperature`, or none), `ntk`, `longrope`,
+    `rope:base=…`, and `window` on models with windows.
 
     Args:
         model: an extended model.
@@ -135,7 +135,7 @@ def _to_rope_parameters(
             "original_max_position_embeddings": position.require_original_length(),
             "beta_fast": position.beta_fast,
             "beta_slow": position.beta_slow,
-            "attention_factor": 0.1 * log(law.factor) + 1 if static and law.factor > 1 else 1.0,
+            **_write_attention_factor(position.factor, law.factor if static else 1.0),
         }
     if not (law is None or isinstance(law, Constant)):
         raise ValueError(_no_native_form(recipe, f"{law} has none beside {position or 'a model as it is'}"))
@@ -163,6 +163,20 @@ def _to_rope_parameters(
         case RoPE():
             return parameters | {"rope_theta": position.base}
     raise ValueError(_no_native_form(recipe, f"{position} has none"))
+
+
+def _write_attention_factor(factor: float, temperature_factor: float) -> dict[str, float]:
+    """Return the attention factor of YaRN, none where it is the one of the paper, which every engine has by itself."""
+    default, written = (0.1 * log(max(x, 1.0)) + 1 for x in (factor, temperature_factor))
+    if written == default:
+        return {}
+    warnings.warn(
+        f"export: yarn is written with attention_factor {written:.4g} for transformers, but other engines may apply "
+        f"YaRN's own {default:.4g} all the same; for those, extend with yarn:factor={factor:g}+yarntemperature:"
+        f"factor={factor:g}, YaRN as published",
+        stacklevel=6,
+    )
+    return {"attention_factor": written}
 
 
 def _get_switch_length(position: Any) -> int | None:
