@@ -48,6 +48,26 @@ def test_a_model_by_name_reads_files_and_strings(tmp_path):
     assert wanted.retrieval.fillers == tuple(inputs.haystacks) == ("text-1",)  # asked for, they are hidden in it too
 
 
+def test_passkeys_in_other_texts_are_kept_but_not_counted(tmp_path):
+    """A folder keeps what was measured before; a leaderboard is about the texts of its own run."""
+    letters, others = "It rained. Nobody came. " * 30, "Nobody came. It was a dry day in May. " * 20
+    llama().save_pretrained(tmp_path / "model")
+    make_causal_tokenizer(build_character_tokenizer([letters, others, "0123456789"], 97)).save_pretrained(
+        tmp_path / "model"
+    )
+    model, out = str(tmp_path / "model"), tmp_path / "out"
+    evaluate(model, letters, ["infoscale"], "8x", retrieval=True, out=out)
+    board = evaluate(model, others, ["rerope:window=16"], "8x", retrieval=True, out=out)
+    answers = {row["recipe"]: row["answers"] for row in board.rows}
+    assert set(answers) == {"plain", "rerope:window=16"}
+    assert len(answers["plain"]) == 6 and answers["plain"].keys() == answers["rerope:window=16"].keys()
+    alone = evaluate(model, others, ["rerope:window=16"], "8x", retrieval=True)
+    for row, expected in zip(board.rows, alone.rows, strict=True):
+        assert row["answers"] == expected["answers"] and row["retrieval"] == expected["retrieval"]
+    again = evaluate(model, letters, ["infoscale"], "8x", retrieval=True, out=out)  # nothing is measured anew
+    assert len(again.rows[0]["answers"]) == 6
+
+
 def test_what_texts_may_be(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")

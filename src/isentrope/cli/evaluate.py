@@ -100,7 +100,9 @@ def evaluate(
 
     data = join_data(data, more_data)
     if not data:
-        raise ValueError("data: expected text for a causal model, or a prepared corpus for GAU-α, got none")
+        raise ValueError(
+            "data: expected text for a causal model, or a prepared corpus for GAU-α, got none; add --data books"
+        )
     config = read_causal_config(model, gguf_file)
     if config is None:
         _reject_options(context, CAUSAL_OPTIONS, "GAU-α")

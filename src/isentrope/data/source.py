@@ -168,7 +168,7 @@ def find_text_files(location: str) -> list[Path]:
     if (Path(location) / MANIFEST).is_file():
         raise ValueError(f"data: expected text for a causal model, got {location}, prepared for GAU-α")
     if not Path(location).exists() and not glob.has_magic(location):
-        raise ValueError(f"data: expected a file, a folder or a glob, got {location!r}")
+        raise ValueError(f"data: expected a file, a folder or a glob, got {location!r}, which is not there")
     return Source(location).paths
 
 

@@ -298,6 +298,8 @@ def compare_recipes(
             notify(line)
         failures += more
     metadata = {"name": comparison.name, "title": comparison.title, "model": name, "recipes": list(recipes)}
+    if retrieval is not None:
+        metadata["fillers"] = list(retrieval.fillers)
     forgetful = [recipe for recipe in recipes if forgets(recipe)]
     write_results(folder / "decoder.json", metadata | {"forgetful": forgetful})
     return comparison, failures

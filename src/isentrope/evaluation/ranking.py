@@ -76,11 +76,12 @@ def rank_recipes(folder: Path) -> Leaderboard:
     """Rank the recipes in a folder by perplexity in the last bucket of positions.
 
     Args:
-        folder: holds `perplexity.json` and, where retrieval was measured, `retrieval.json`.
+        folder: holds `perplexity.json` and, where retrieval was measured, `retrieval.json`; `decoder.json`, where there
+            is one, says in which fillers, since a folder keeps what was measured in others before.
     """
     needed = ("config", "rows", "texts", "cells")
     data = cast(PerplexityResults, read_results(folder / "perplexity.json", RERUN_REMEDY, *needed))
-    retrieval, answers = _read_retrieval(folder / "retrieval.json")
+    retrieval, answers = _read_retrieval(folder / "retrieval.json", _read_fillers(folder / "decoder.json"))
     edges, trained = data["config"]["edges"], data.get("train_length")
     inside = {row["recipe"]: row["percent"] for row in data.get("inside", [])}
     plain = next((row for row in data["rows"] if row["recipe"] == "plain"), None)
@@ -124,21 +125,40 @@ def rank_recipes(folder: Path) -> Leaderboard:
     }
 
 
-def _read_retrieval(path: Path) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
-    """Read, under each recipe, the share of answers given or recalled by task and length, and every answer's score."""
+def _read_fillers(path: Path) -> list[str] | None:
+    """Read the fillers of the last run; None where the file does not name them."""
+    return read_results(path, RERUN_REMEDY).get("fillers") if path.exists() else None
+
+
+def _read_retrieval(
+    path: Path, fillers: Collection[str] | None
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Read, under each recipe, the share of answers given or recalled by task and length, and every answer's score.
+
+    Args:
+        path: of `retrieval.json`.
+        fillers: the texts to read it for; None for all.
+    """
     shares: dict[str, dict[str, float]] = {}
     answers: dict[str, dict[str, float]] = {}
     if not path.exists():
         return shares, answers
     data = read_results(path, RERUN_REMEDY, "config", "rows")
     metric = "share" if data["config"]["score"] == "both" else "recalled"
-    for row in data["rows"]:
+    if fillers is None or "filler_rows" not in data:
+        rows = data["rows"]
+    else:
+        rows = [row for row in data["filler_rows"] if row["filler"] in fillers]
+    scores: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
         # rows of earlier versions have the share of the answer's tokens alone
         score = row[metric] if metric == "share" else row.get(metric, row["likeliest"])
         if score is not None:
-            shares.setdefault(row["recipe"], {})[f"{row['task']} {row['length']}"] = score
+            scores.setdefault((row["recipe"], f"{row['task']} {row['length']}"), []).append(score)
+    for (recipe, task), values in scores.items():
+        shares.setdefault(recipe, {})[task] = fmean(values)
     for cell in data.get("cells", ()):
-        if cell["length"] in data["config"]["lengths"]:
+        if cell["length"] in data["config"]["lengths"] and (fillers is None or cell.get("filler") in fillers):
             for number, example in enumerate(cell.get("examples") or ()):
                 if metric in example:
                     answers.setdefault(cell["recipe"], {})[_name_answer(cell, number)] = example[metric]

@@ -84,8 +84,9 @@ def describe_retrieval(data: dict[str, Any], metric: str) -> list[str]:
     shortfalls = [row["length"] - row["tokens"][0] for row in rows if row["tokens"]]
     fillers = config.get("fillers", [])
     over = f"all depths and {len(fillers)} fillers ({', '.join(fillers)})" if len(fillers) > 1 else "all depths"
-    notes = [f"{METRIC_TITLES[metric]}, over {over}; {config['examples']} examples per depth."]
-    notes += [f"Examples are up to {max(shortfalls)} tokens shorter."] if shortfalls else []
+    examples = "1 example" if config["examples"] == 1 else f"{config['examples']} examples"
+    notes = [f"{METRIC_TITLES[metric]}, over {over}; {examples} per depth."]
+    notes += [f"Examples are up to {max(shortfalls)} tokens shorter."] if any(shortfalls) else []
     notes += ["*: some depths failed."] if any(row["failed"] for row in rows) else []
     intervals = [row["interval"] for row in (*rows, *data.get("totals", [])) if row.get("interval")]
     if any(interval["low"] is not None for interval in intervals):
