@@ -63,7 +63,7 @@ def attention(
         k: keys, (batch, kv_heads, keys, d).
         v: values, (batch, kv_heads, keys, dv).
         recipe: a `Recipe`, its text, or None for plain attention.
-        causal: no query sees a key ahead of it.
+        causal: no query sees a key ahead of it, at a higher position.
         lengths: unpadded keys per row, (batch,), padding on the right.
         position_ids: positions of the keys (a query has that of its own key), or of the queries alone, or a
             pair (queries, keys). Masks and distances are measured in positions.

@@ -200,8 +200,8 @@ def test_position_ids_are_read_at_every_call(recipe, quiet):
 def test_position_ids_are_read_once_a_pass(quiet, monkeypatch):
     """What a look costs, on a GPU a wait, is not for every layer to pay."""
     looks = []
-    look = layer._apply_position_ids
-    monkeypatch.setattr(layer, "_apply_position_ids", lambda *given: looks.append(0) or look(*given))
+    look = layer.apply_position_ids
+    monkeypatch.setattr(layer, "apply_position_ids", lambda *given: looks.append(0) or look(*given))
     model, ids = extended("rerope:window=32"), tokens(1, 100)
     with quiet():
         for count in (1, 2):

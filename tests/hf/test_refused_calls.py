@@ -45,6 +45,26 @@ def test_padding_between_tokens(recipe, length, dtype):
     refused_at_call(model, "attention_mask: .*between tokens", tokens(2, length), attention_mask=mask)
 
 
+@pytest.mark.parametrize("step", [0, -5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_that_do_not_go_up(step, masked):
+    """Of two tokens at one position the first would see the second; rows are packed only without a cache and a mask."""
+    model, ids = ise.extend(llama(), "rerope:window=32"), tokens(1, 20)
+    positions = torch.arange(20)[None] + (step - 1) * (torch.arange(20) >= 10)
+    given = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    refused_at_call(model, "position_ids: .*use_cache=False", ids, position_ids=positions, **given)
+    logits(model, ids, position_ids=positions, use_cache=False)
+
+
+def test_positions_that_jump_where_layers_have_windows():
+    """transformers' windows count tokens; positions would make them another window."""
+    model, ids = FAMILIES["mistral-windowed"].model(), tokens(1, 20)
+    positions = torch.arange(20)[None] + 9 * (torch.arange(20) >= 10)
+    ise.extend(model, "rerope:window=32")
+    refused_at_call(model, "position_ids: .*a window, which counts tokens", ids, position_ids=positions)
+    logits(model, ids, position_ids=positions, use_cache=False)  # two packed texts, to transformers
+
+
 def test_generating_from_prompts_padded_on_the_right():
     """The first new token comes after padding; the error says where padding belongs."""
     mask = torch.ones(2, 20, dtype=torch.int64)

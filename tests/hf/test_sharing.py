@@ -310,7 +310,7 @@ def test_an_adapter_does_not_hold_what_a_recipe_learns(tmp_path):
     ("recipe", "rope"),
     [
         ("pi:factor=4", {"rope_type": "linear", "factor": 4.0}),
-        ("yarn:factor=4+yarntemperature:factor=4", {"rope_type": "yarn", "factor": 4.0}),
+        ("yarn:factor=4+yarntemperature:factor=4", {"rope_type": "yarn", "factor": 4.0}),  # no attention_factor
         ("ntk:factor=2", {"rope_type": "default", "rope_theta": pytest.approx(10000 * 2 ** (8 / 6))}),
         ("ntk:factor=2,dynamic=true", {"rope_type": "dynamic", "factor": 2.0}),
         ("rope:base=50000", {"rope_theta": 50000.0}),
@@ -327,6 +327,7 @@ def test_native_export(recipe, rope, tmp_path):
     config = json.loads((tmp_path / "native" / "config.json").read_text())
     assert "isentrope" not in json.dumps(config) and config["model_type"] == "llama"
     assert config["rope_parameters"] == config["rope_parameters"] | rope
+    assert ("attention_factor" in config["rope_parameters"]) == ("longrope" in recipe)
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
     torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
     if "temperature" not in recipe and "dynamic" not in recipe and "original" not in recipe:
@@ -334,20 +335,15 @@ def test_native_export(recipe, rope, tmp_path):
     assert str(ise.describe(model)).splitlines()[0].startswith("llama under")  # itself as before
 
 
-def test_native_export_of_yarn_states_no_factor_that_engines_read_differently(tmp_path):
+@pytest.mark.parametrize(("law", "factor"), [("", 1.0), ("+yarntemperature:factor=2", 1.069315)])
+def test_native_export_of_yarn_with_another_attention_factor(law, factor, tmp_path):
     """Engines apply 0.1 ln s + 1 by themselves; some ignore attention_factor, some multiply by it."""
-    ise.export(ise.extend(llama(), "yarn:factor=4+yarntemperature:factor=4"), tmp_path / "published")
-    config = json.loads((tmp_path / "published" / "config.json").read_text())
-    assert "attention_factor" not in config["rope_parameters"]
-    ids = tokens(1, LONG)
-    for recipe, factor in (("yarn:factor=4", 1.0), ("yarn:factor=4+yarntemperature:factor=2", 1.069315)):
-        model = ise.extend(llama(), recipe)
-        with pytest.warns(UserWarning, match=r"extend with yarn:factor=4\+yarntemperature:factor=4") as caught:
-            ise.export(model, tmp_path / f"native-{factor}")
-        assert caught[0].filename == __file__
-        native = AutoModelForCausalLM.from_pretrained(tmp_path / f"native-{factor}")
-        assert native.config.rope_parameters["attention_factor"] == pytest.approx(factor)
-        torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
+    model, ids = ise.extend(llama(), f"yarn:factor=4{law}"), tokens(1, LONG)
+    with pytest.warns(UserWarning, match=r"extend with yarn:factor=4\+yarntemperature:factor=4"):
+        ise.export(model, tmp_path / "native")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    assert native.config.rope_parameters["attention_factor"] == pytest.approx(factor)
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
 
 
 def test_native_export_of_a_window(tmp_path):

@@ -21,7 +21,7 @@ from isentrope.hf.decoding import prepare_launch, run_launch, takes_launch
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
 from isentrope.hf.layout_cache import CachedLayout, LayoutCache
-from isentrope.hf.mask import make_frames_mask, make_layout
+from isentrope.hf.mask import apply_position_ids, make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
 from isentrope.masks import Lambda, Mask, Sink
@@ -221,7 +221,7 @@ class Layer(nn.Module):
         if self.rope is None or position_ids is None:
             return layout
         fits = position_ids.dim() == 2 and position_ids.shape[1] == layout.queries
-        return _apply_position_ids(layout, position_ids, self.evicts) if fits else layout
+        return apply_position_ids(layout, position_ids, self.native_mask.visible, self.evicts) if fits else layout
 
     def get_attention_arguments(
         self, layout: Layout | None, scaling: float | None, rotated: bool = False
@@ -301,42 +301,6 @@ def _autocast(*tensors: Tensor) -> Any:
 def get_layer(module: nn.Module) -> Any:
     """Return the `Layer` of an attention module, or None."""
     return getattr(module, LAYER, None)
-
-
-def _apply_position_ids(layout: Layout, position_ids: Tensor, evicts: bool) -> Layout:
-    """Return the layout with its queries at these positions.
-
-    Raises:
-        ValueError: the positions do not continue those of the keys in a cache.
-    """
-    position_ids = position_ids.to(layout.device)
-    one = layout.plain and layout.queries == 1 and values_are_readable(position_ids)
-    if one and bool((position_ids == layout.query).all()):  # a decoding step, in few operations
-        return layout
-    shift = position_ids - layout.query
-    inside = layout.query >= 0  # not padding on the left
-    if layout.framed:
-        inside = inside & (layout.query < layout.frame_high - layout.origin)
-    frame = layout.origin.expand_as(layout.query)
-    # within a frame, positions may start anywhere; they must only go up by one
-    steady = (shift[:, 1:] == shift[:, :-1]) | (frame[:, 1:] != frame[:, :-1]) | ~(inside[:, 1:] & inside[:, :-1])
-    if not values_are_readable(steady):
-        torch._assert_async(
-            steady.all(), "position_ids that jump are not supported in a compiled model whose keys are cached raw"
-        )
-        return layout
-    if bool(steady.all()):
-        # cached keys are counted from the first token, or from the first slot of a padded row
-        counted = (shift == 0) | (shift == layout.origin) | ~inside
-        if layout.queries != layout.keys and not evicts and not bool(counted.all()):
-            raise ValueError("position_ids: expected positions that continue those of the cached keys, got others")
-        return layout
-    if layout.queries != layout.keys:
-        raise ValueError("position_ids: expected consecutive positions where keys come from a cache, got a jump")
-    frames = (layout.origin, layout.frame_high, layout.query + layout.origin) if layout.framed else None
-    return Layout(
-        layout.batch, layout.queries, layout.keys, layout.device, frames=frames, position_ids=position_ids.clone()
-    )
 
 
 def attend_with_sink_logits(

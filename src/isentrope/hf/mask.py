@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from isentrope.core.caching import register_clear
 from isentrope.core.compile import values_are_readable
 from isentrope.core.frames import Frames, find_runs, find_token_span
 from isentrope.core.layout import Layout, get_layout
+from isentrope.core.region import Region
 from isentrope.parallel.rows import ShardedOffset
 
 # by mask, which is the same for all layers of a forward pass, also where checkpointing runs them again; without this
@@ -92,6 +94,60 @@ def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
     layout.padded_queries_matter = False  # later layers hide their keys too
     _layouts[mask] = layout
     return layout
+
+
+def apply_position_ids(layout: Layout, position_ids: Tensor, region: Region, evicts: bool) -> Layout:
+    """Return the layout with its queries at these positions.
+
+    Args:
+        layout: of the tokens, counted from the first of each row.
+        position_ids: as transformers passes them to the layer.
+        region: the keys that the layer sees by itself.
+        evicts: whether its recipe counts positions in a cache that drops keys.
+
+    Raises:
+        ValueError: the positions do not continue those of the keys in a cache, do not go up, or jump where a window
+            counts tokens.
+    """
+    position_ids = position_ids.to(layout.device)
+    one = layout.plain and layout.queries == 1 and values_are_readable(position_ids)
+    if one and bool((position_ids == layout.query).all()):  # a decoding step, in few operations
+        return layout
+    shift = position_ids - layout.query
+    inside = layout.query >= 0  # not padding on the left
+    if layout.framed:
+        inside = inside & (layout.query < layout.frame_high - layout.origin)
+    frame = layout.origin.expand_as(layout.query)
+    # within a frame, positions may start anywhere; they must only go up by one
+    steady = (shift[:, 1:] == shift[:, :-1]) | (frame[:, 1:] != frame[:, :-1]) | ~(inside[:, 1:] & inside[:, :-1])
+    if not values_are_readable(steady):
+        torch._assert_async(
+            steady.all(), "position_ids that jump are not supported in a compiled model whose keys are cached raw"
+        )
+        return layout
+    if bool(steady.all()):
+        # cached keys are counted from the first token, or from the first slot of a padded row
+        counted = (shift == 0) | (shift == layout.origin) | ~inside
+        if layout.queries != layout.keys and not evicts and not bool(counted.all()):
+            raise ValueError("position_ids: expected positions that continue those of the cached keys, got others")
+        return layout
+    if layout.queries != layout.keys:
+        raise ValueError("position_ids: expected consecutive positions where keys come from a cache, got a jump")
+    causal, whole = all(span.high <= 1 for span in region.spans), all(span.low == -inf for span in region.spans)
+    if causal and not bool((steady | (position_ids.diff() > 0)).all()):  # tokens at one position would see each other
+        raise ValueError(
+            "position_ids: expected positions that go up from token to token, got one that repeats or goes back; for "
+            "several texts packed in a row pass use_cache=False and no attention_mask, so that transformers finds them"
+        )
+    if not whole:
+        raise ValueError(
+            "position_ids: expected consecutive positions in a layer with a window, which counts tokens, got a jump; "
+            "choose a recipe that changes frequencies alone, such as yarn"
+        )
+    frames = (layout.origin, layout.frame_high, layout.query + layout.origin) if layout.framed else None
+    return Layout(
+        layout.batch, layout.queries, layout.keys, layout.device, frames=frames, position_ids=position_ids.clone()
+    )
 
 
 def _read_frames(mask: Tensor) -> Frames:
