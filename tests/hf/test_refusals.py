@@ -8,11 +8,15 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MptConfig,
     MptForCausalLM,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
 )
 
 import isentrope as ise
@@ -127,6 +131,30 @@ def mpt():
 def bloom():
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     return BloomForCausalLM(BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=VOCABULARY, **ids)).eval()
+
+
+SEEN = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def test_images_beside_text():
+    """The layers of its text could be reached: the error names those that could not."""
+    text = llama().config.to_dict()
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text, vision_config={"model_type": "clip_vision_model"} | SEEN, image_token_index=90)
+    ).eval()
+    refused(model, "rerope:window=32", "llava: has attention beside its text's.*vision_tower")
+
+
+def test_images_alone():
+    with pytest.raises(ValueError, match="vit: reads no tokens"):
+        ise.extend(ViTModel(ViTConfig(**SEEN)), "infoscale:train_length=4")
 
 
 @pytest.mark.parametrize("recipe", ["infoscale:train_length=64", "rerope:window=32", "window:size=16"])

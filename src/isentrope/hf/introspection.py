@@ -40,9 +40,11 @@ COMPARED_POSITIONS = 256  # at which cosines are compared to the last bit
 FAR_QUERIES = (1 << 20, (1 << 20) + 1, (1 << 20) + 777)  # at which a mask function is evaluated
 # arguments of transformers' attention functions that change scores in ways a recipe cannot carry
 UNSUPPORTED_ARGUMENTS = {
-    "softcap": "a soft cap on attention scores, which no temperature passes through (it can be set to None)",
+    "softcap": "a soft cap on attention scores, which no recipe can change; without it (attn_logit_softcapping=None) "
+    "the model is another, which measurements must show to work",
     "position_bias": "a learned position bias on attention scores",
 }
+BESIDE_TEXT = "has attention beside its text's, as of images; extend its text model alone (see the FAQ)"
 UNREACHED = "its attention does not go through transformers' AttentionInterface, so queries and keys are out of reach"
 
 QueryAndKey = tuple[Tensor, Tensor]
@@ -171,7 +173,9 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     missed = [name for name, module in expected.items() if module not in rotated.calls]
     if missed or not rotated.calls:
         which = f" ({', '.join(missed[:3])}{', …' if len(missed) > 3 else ''})" if missed else ""
-        raise UnsupportedModelError(f"{kind}: {UNREACHED}{which}")
+        text_layers = set(model.get_decoder().modules())
+        beside_text = rotated.calls and not any(expected[name] in text_layers for name in missed)
+        raise UnsupportedModelError(f"{kind}: {BESIDE_TEXT if beside_text else UNREACHED}{which}")
     names = {module: name for name, module in model.named_modules()}
     layers = []
     for order, (module, (query, key, region, arguments)) in enumerate(rotated.calls.items()):
@@ -243,7 +247,9 @@ def _record_pass(model: PreTrainedModel, ropes: RopePositions, norms: set[nn.Mod
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         for norm in norms:
             stack.callback(norm.register_forward_hook(_scale_unevenly).remove)
-        size = model.config.get_text_config().vocab_size
+        size = getattr(model.config.get_text_config(), "vocab_size", None)
+        if size is None:
+            raise UnsupportedModelError(f"{model.config.model_type}: reads no tokens, so no text is too long for it")
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
         try:
