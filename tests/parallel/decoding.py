@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier, Lock
+from threading import Barrier, BrokenBarrierError, Lock
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class ThreadGroup:
         self.size, self.barrier, self.parts, self.turn = size, Barrier(size), [None] * size, Lock()
 
     def run(self, work):
-        """Return what each of them returns."""
+        """Return what each of them returns, or raise what one has raised: others then find a broken barrier."""
 
         def run_one(rank):
             try:
@@ -66,7 +66,12 @@ class ThreadGroup:
                 raise
 
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(run_one, range(self.size)))
+            runs = [pool.submit(run_one, rank) for rank in range(self.size)]
+        errors = [run.exception() for run in runs if run.exception() is not None]
+        errors.sort(key=lambda error: isinstance(error, BrokenBarrierError))
+        if errors:
+            raise errors[0]
+        return [run.result() for run in runs]
 
 
 class Member:
@@ -82,8 +87,10 @@ class Member:
 
     def wait(self):
         self.group.turn.release()
-        self.group.barrier.wait()
-        self.group.turn.acquire()
+        try:
+            self.group.barrier.wait()
+        finally:
+            self.group.turn.acquire()
 
 
 def list_decoding(every=1):
