@@ -58,6 +58,9 @@ class Window(Mask):
     """0 ≤ Δ < size in causal attention (`size` keys, the query's own included), |Δ| ≤ size in bidirectional.
 
     Source: Beltagy et al., 2020.
+
+    Attributes:
+        size: number of keys.
     """
 
     size: int
@@ -74,7 +77,12 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Sink(Mask):
-    """j < sinks, or a window of `size`: StreamingLLM (Xiao et al., 2023)."""
+    """j < sinks, or a window of `size`: StreamingLLM (Xiao et al., 2023).
+
+    Attributes:
+        sinks: number of first keys that stay visible.
+        size: number of last keys, the query's own included.
+    """
 
     sinks: int = 4
     size: int = REQUIRED
@@ -95,6 +103,10 @@ class Lambda(Mask):
     """j < sinks, or a window of `window`: the Λ-shaped mask of LM-Infinite (Han et al., 2024).
 
     LM-Infinite also caps distances at the window: combine it with `ReRoPE(window)`. The paper keeps 5 sinks.
+
+    Attributes:
+        sinks: number of first keys that stay visible.
+        window: number of last keys, the query's own included.
     """
 
     sinks: int = 5
@@ -146,7 +158,11 @@ class Document(Mask):
 
 @dataclass(frozen=True)
 class Compound(Mask):
-    """Several masks combined by an operator."""
+    """Several masks combined by an operator.
+
+    Attributes:
+        masks: the masks.
+    """
 
     masks: tuple[Mask, ...]
     operator = ""

@@ -38,6 +38,9 @@ class Cosine(Score):
 
     The paper takes α = 128, and 16 under windowed attention. A model trained with dot products does not work with it.
     Source: Li et al., 2025, "Information Entropy Invariance".
+
+    Attributes:
+        alpha: α.
     """
 
     alpha: float = 128.0

@@ -22,6 +22,7 @@ def test_every_part_has_a_formula_and_its_options():
     assert set(described) == set(PARTS)
     for name, part in described.items():
         assert part.formula and [option.name for option in part.options] == list(PARTS[name][1].options())
+        assert all(option.meaning for option in part.options), name
     assert described["rerope"].source == "Su, 2023" and "(" not in described["rope"].source
     assert described["infoscale"].source.startswith("Li et al.") and described["infoscale"].source.endswith("13–15")
     options = {option.name: option for option in described["selfextend"].options}

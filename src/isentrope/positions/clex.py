@@ -24,6 +24,13 @@ class CLEX(nn.Module, Position):
     θ_ntk(t) is RoPE with base · (2t - 1)^{d/(d-2)}, and a row of L keys uses t = ⌈L / train_length⌉. W_down starts at
     zero, so that an untrained CLEX is NTK scaling. In training, call `sample` before each step: it draws one t from
     1 … max_factor for all layers.
+
+    Attributes:
+        max_factor: the largest t that training draws.
+        hidden: rows of W_up; as many as there are pairs by default.
+        base: of the frequencies.
+        layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
+        rotary_dim: number of entries that are rotated, from the first; all by default.
     """
 
     rotates = True

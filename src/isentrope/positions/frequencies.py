@@ -29,6 +29,10 @@ class LongRoPE(TrainedLength):
     1 + ln s / ln L₀ for an extension by s: `extend` keeps it, and for any other model it is the temperature
     `LogN(train_length=L₀)`, which has this value at s · L₀ keys. The true positions of the first tokens, which the
     paper keeps beside its factors, are not part of published configs and not of this method.
+
+    Attributes:
+        factors: λ, one for each pair.
+        short: λ of rows of up to the original length.
     """
 
     factors: tuple[float, ...] | None = None
@@ -120,6 +124,9 @@ class CoPE(TrainedLength):
     The slowest pair stands still, and the fade towards it is smooth: a hard cut would ring at long distances. c is
     `clip`; by default these are the pairs that do not complete a turn within the original length. θ is RoPE's, or that
     of a model, which may have a scaling of its own.
+
+    Attributes:
+        clip: c, the number of pairs that fade.
     """
 
     clip: int | None = None

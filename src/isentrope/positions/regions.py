@@ -22,7 +22,11 @@ MAX_REACH = 1.0
 
 @dataclass(frozen=True)
 class NearAndFar(PositionMap):
-    """RoPE for |Δ| < window, the positions from `far` beyond."""
+    """RoPE for |Δ| < window, the positions from `far` beyond.
+
+    Attributes:
+        window: w: nearer keys are at their own distance; half of the training length is a good start.
+    """
 
     window: int
     keys_cacheable = False

@@ -103,7 +103,11 @@ class RoPE(Rotary):
 
 @dataclass(frozen=True)
 class PI(Rotary):
-    """θ_m = base^{-2m/d} / factor: positions divided by the factor, position interpolation (Chen et al., 2023)."""
+    """θ_m = base^{-2m/d} / factor: positions divided by the factor, position interpolation (Chen et al., 2023).
+
+    Attributes:
+        factor: by which positions are divided: the length to read, over the training length.
+    """
 
     factor: float
 
@@ -136,7 +140,11 @@ class PositionMap(Rotary):
 
 
 class TrainedLength(Rotary):
-    """A method that depends on the length the model was trained at."""
+    """A method that depends on the length the model was trained at.
+
+    Attributes:
+        original_length: L₀, the training length; by default the model's own.
+    """
 
     original_length: int | None
 
@@ -170,6 +178,10 @@ class NTK(TrainedLength):
 
     Static: s = factor. Dynamic: s = factor · L / L₀ - (factor - 1) for a row of L > L₀ keys, and 1 below, as in
     transformers; keys rotated for a shorter row then have the wrong angles. L₀ is the original length.
+
+    Attributes:
+        factor: s: the length to read, over the training length.
+        dynamic: whether s grows with the row, and is 1 inside the original length.
     """
 
     factor: float
@@ -209,6 +221,11 @@ class YaRN(TrainedLength):
     m_i = 1 - clamp((i - low) / (high - low), 0, 1), where low and high are the pairs that make `beta_fast` and
     `beta_slow` rotations within the original length L₀: pair(r) = d ln(L₀ / 2πr) / (2 ln base). These are the
     frequencies alone: YaRN as published is this and `YaRNTemperature(factor=s)`.
+
+    Attributes:
+        factor: s: the length to read, over the training length.
+        beta_fast: pairs with more rotations are kept.
+        beta_slow: pairs with fewer rotations are divided by s.
     """
 
     factor: float

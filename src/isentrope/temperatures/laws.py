@@ -107,7 +107,11 @@ class LogLength(Temperature):
 
 @dataclass(frozen=True)
 class SoftmaxPlus(Temperature):
-    """τ = ln n / ln base, GAU-α's Softmax Plus (Su et al., 2022), published with base 512."""
+    """τ = ln n / ln base, GAU-α's Softmax Plus (Su et al., 2022), published with base 512.
+
+    Attributes:
+        base: n at which τ = 1.
+    """
 
     base: float = 512.0
 
@@ -179,6 +183,9 @@ class YaRNTemperature(Temperature):
 
     With `factor` in place of `train_length`, the static form (0.1 ln factor + 1)² at every length, as YaRN is
     published; it is not clamped.
+
+    Attributes:
+        factor: YaRN's own factor s, for the static form.
     """
 
     train_length: int | None = None
@@ -211,6 +218,9 @@ class InfoScale(Temperature):
 
     n_tr is the training length, d the head size; ε = 0 in the paper. Needs ln n > ε and ln n_tr > ε. Source: Li et al.,
     2025, "Information Entropy Invariance", Eq. 13–15.
+
+    Attributes:
+        epsilon: ε, in nats.
     """
 
     train_length: int
@@ -255,7 +265,12 @@ class InfoScaleExact(InfoScale):
 
 @dataclass(frozen=True)
 class Llama4(Temperature):
-    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋) at position i, Llama 4's temperature tuning (Meta, 2025)."""
+    """τ = 1 + coefficient · ln(1 + ⌊(i + 1) / floor⌋) at position i, Llama 4's temperature tuning (Meta, 2025).
+
+    Attributes:
+        floor: positions of one step.
+        coefficient: height of the steps.
+    """
 
     floor: int = 8192
     coefficient: float = 0.1

@@ -17,6 +17,13 @@ class SSMax(nn.Module, Part):
     """τ = s_h · ln n (+ b_h), Scalable-Softmax (Nakanishi, 2025): one learned slope per head h.
 
     Slopes start at the reciprocal of the mean of ln n over 1 … init_length, so that training starts near τ = 1.
+
+    Attributes:
+        init_length: n up to which τ is 1 on average at the start.
+        bias: whether b_h is learned too.
+        clamp: always false: a learned law has no length with τ = 1.
+        count: what n counts: "visible" keys, those of the "sequence", or the "position" + 1.
+        keys: whose scores τ multiplies: "all", "near" or "far".
     """
 
     needs_training = True
