@@ -1,4 +1,4 @@
-"""Draw first-keys.png, perplexity by position under laws with and without first keys: python docs/results/share/figure.py"""
+"""Draw first-keys.png, perplexity by position under laws for far keys: python docs/results/share/figure.py"""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def main() -> None:
         labels = []
         for colour, (recipe, label) in zip(COLOURS[1:], recipes.items(), strict=False):
             losses = [cell["loss"] for cell in cells if cell["recipe"] == recipe]
-            means = [sum(column) / len(losses) / count for column, count in zip(zip(*losses), counts, strict=True)]
-            values = [math.exp(mean) for mean in means]
+            sums = [sum(column) / len(losses) for column in zip(*losses, strict=True)]
+            values = [math.exp(total / count) for total, count in zip(sums, counts, strict=True)]
             axes.plot(edges[1:], values, color=colour, marker="o", markersize=3)
             labels.append((values[-1], label, colour))
         axes.axvline(trained, color="#BBBBBB", linewidth=0.8)
