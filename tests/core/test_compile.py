@@ -75,6 +75,29 @@ def test_a_sweep_of_lengths_takes_two_compilations():
     assert counters["stats"]["unique_graphs"] <= 2, dict(counters["stats"])
 
 
+def test_numbers_of_laws_by_distance_are_no_arguments_of_graphs(monkeypatch):
+    """FlexAttention cannot be compiled with a number that its function of scores captures."""
+    inputs = []
+
+    def record(graph, given):
+        inputs.extend(given)
+        return graph
+
+    def run(*args):
+        return compile_variant(flex._get_run(law), (*args[:3], args[4].kv_indices), law)(*args)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    for distance, n in product((10.0, 4.0, 3.0), (130, 300)):
+        law = ise.ScaleInvariant(distance)
+        x, recipe = torch.randn(1, 2, n, 16), ise.Recipe(temperature=law)
+        expected = ise.attention(x, x, x, recipe, causal=True, backend="flex")
+        with monkeypatch.context() as patch:
+            patch.setattr(flex, "_run_eagerly", run)
+            assert_close(ise.attention(x, x, x, recipe, causal=True, backend="flex"), expected)
+    assert inputs and all(x.dim() for x in inputs if isinstance(x, torch.Tensor))
+    assert counters["stats"]["unique_graphs"] == 6  # for each law the first length, and any other
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's tracing
 @pytest.mark.parametrize(
     ("recipe", "backend"),

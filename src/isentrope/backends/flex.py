@@ -17,8 +17,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from isentrope.backends.merge import PartialOutput, add_offset, merge
 from isentrope.backends.protocol import Backend
-from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import maybe_compile
+from isentrope.core.caching import MAX_COMPILED_FUNCTIONS, bounded_cache
+from isentrope.core.call import AttentionCall, DistanceLaw, FoldedBranch
+from isentrope.core.compile import copy_function, maybe_compile
 from isentrope.core.dtypes import accumulation_dtype
 
 BLOCK = 128  # tokens
@@ -62,7 +63,7 @@ def _forward_branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
         # heads, their sizes and the scale are constants of the kernel
         biases = branch.slopes is None, branch.distance_law
         constants = (*branch.q.shape[1::2], *branch.v.shape[1::2], branch.scale, spans, *biases)
-        kernel = maybe_compile(_run, (*tensors, block_mask.kv_indices), *constants)
+        kernel = maybe_compile(_get_run(branch.distance_law), (*tensors, block_mask.kv_indices), *constants)
     else:
         kernel = _run_eagerly
     return kernel(*tensors, score_mod, block_mask, branch.scale, grouped)
@@ -77,6 +78,16 @@ def _run(
     )  # fmt: skip
     assert aux.lse is not None
     return out, aux.lse
+
+
+@bounded_cache(MAX_COMPILED_FUNCTIONS, compiled=True)
+def _get_run(law: DistanceLaw | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `_run` with a name for each law.
+
+    By the name of a function torch remembers which numbers have changed, and makes them arguments from then on; the
+    kernel cannot be generated with an argument that `score_mod` captures, so the numbers of a law must not change.
+    """
+    return _run if law is None else copy_function(_run, f"{_run.__name__} by {law}")
 
 
 def _run_eagerly(*args: Any) -> tuple[Tensor, Tensor]:

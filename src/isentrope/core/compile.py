@@ -88,12 +88,13 @@ def _compile(function: Callable[..., Any], key: tuple[Hashable, ...]) -> Callabl
     return torch.compile(copy_function(function), fullgraph=True)
 
 
-def copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function with a code object of its own."""
+def copy_function(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Return the same function with a code object of its own, and perhaps another name."""
+    name = name or function.__name__
     copy = types.FunctionType(
-        function.__code__.replace(),
+        function.__code__.replace(co_name=name),
         function.__globals__,
-        function.__name__,
+        name,
         function.__defaults__,
         function.__closure__,
     )
