@@ -76,7 +76,9 @@ def pytest_collection_finish(session):
 def pytest_runtest_logreport(report):
     """Name a failure at once: a run that is cut off prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid}: {report.longreprtext.rpartition(chr(10))[2]}", flush=True)
+        lines = report.longreprtext.splitlines()
+        errors = [line for line in lines if line.startswith("E ")][:1]  # what the last line may not say
+        print("\n" + "\n".join((f"FAILED {report.nodeid}: {lines[-1] if lines else ''}", *errors)), flush=True)
 
 
 @pytest.fixture(autouse=True)
