@@ -13,7 +13,9 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention, dispatch
+from isentrope.backends.merge import merge_into
 from isentrope.builder import Inputs, build_call
+from isentrope.core.partial_layout import PartialLayout, RowTable
 from tests.contract.matrix import CPU_BACKENDS
 from tests.fixtures.recipes import TRAINABLE, D, normal, qkv
 
@@ -91,17 +93,20 @@ def test_far_keys_of_padded_rows_and_documents_are_those_of_the_row():
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("count", ["far", "visible"])
-def test_first_keys_count_as_near_ones(count, backend):
+# where both laws act, where that of the far temperature alone does, and where jumps leave few keys near
+@pytest.mark.parametrize(("reference", "step", "train_length"), [(4, 1, 6), (18, 1, 6), (16, 7, None)])
+def test_first_keys_count_as_near_ones(reference, step, train_length, count, backend):
     """Against softmax of logits written out pair by pair, with a temperature of far keys, which spares them too."""
     q, k, v = qkv(0)
     n, window, first = 20, 5, 3
     recipe = Recipe(
         position=ise.ReRoPE(window),
-        temperature=ise.LogN(6, keys="far"),
-        share=ise.Share(0.8, 4, count=count, first=first),
+        temperature=None if train_length is None else ise.LogN(train_length, keys="far"),
+        share=ise.Share(0.8, reference, count=count, first=first),
     )
-    apart = torch.arange(n)[:, None] - torch.arange(n)
-    far = (apart >= window) & (torch.arange(n) >= first)
+    position = step * torch.arange(n)
+    apart = position[:, None] - position
+    far = (apart >= window) & (position >= first)
     theta = 10000 ** -(torch.arange(0, D, 2).double() / D)
     angle = apart.clamp_max(window)[..., None] * theta
     a, b = q[:, :, :, None].split(D // 2, -1)
@@ -111,10 +116,25 @@ def test_first_keys_count_as_near_ones(count, backend):
     counted = far if count == "far" else apart >= 0
     n_far = counted.sum(-1, keepdim=True).clamp_min(1).double()
     visible = (apart >= 0).sum(-1, keepdim=True).double()
-    tau = (visible.clamp_min(2).log() / math.log(6)).clamp_min(1)
-    scores = torch.where(far, scores * tau - 0.8 * (n_far / 4).log().clamp_min(0), scores)
+    tau = 1.0 if train_length is None else (visible.clamp_min(2).log() / math.log(train_length)).clamp_min(1)
+    scores = torch.where(far, scores * tau - 0.8 * (n_far / reference).log().clamp_min(0), scores)
     expected = scores.masked_fill(apart < 0, -torch.inf).softmax(-1) @ values
-    assert_close(attention(q, k, v, recipe, causal=True, backend=backend), expected)
+    given = {} if step == 1 else {"position_ids": position}
+    assert_close(attention(q, k, v, recipe, causal=True, backend=backend, **given), expected)
+
+
+def test_first_keys_of_rows_in_parts():
+    """As processes have them: no part has as many keys as the law counts."""
+    q, k, v = qkv(0)
+    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=8,first=3")
+    out, lse = torch.zeros(2, 4, 20, 5, dtype=torch.float64), torch.full((2, 4, 20), -torch.inf, dtype=torch.float64)
+    for keys in (range(10), range(10, 20)):
+        layout = PartialLayout(2, range(20), keys, RowTable(20), False, q.device)
+        part = slice(keys.start, keys.stop)
+        call = build_call(Inputs(q, k[:, :, part], v[:, :, part], causal=True, layout=layout), recipe)
+        result = dispatch.dispatch(call, "auto", True, False)
+        merge_into(out, lse, result.out, result.lse)
+    assert_close(out, attention(q, k, v, recipe, causal=True))
 
 
 def test_first_keys_are_a_branch_only_where_the_law_acts():

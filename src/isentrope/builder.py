@@ -181,8 +181,8 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
     branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
-    if (first := getattr(recipe.share, "first", 0)) and recipe.share.changes(layout.keys, position.near_window or 0):
-        branches = split_first_keys(branches, first, layout)
+    if _spares_first_keys(recipe, layout):
+        branches = split_first_keys(branches, recipe.share.first, layout)
     regions, far = tuple(b.region for b in branches), tuple(n for n, b in enumerate(branches) if b.far)
     sizes = sizes._replace(branches=regions, far=far)
     if recipe.retrieve is not None:
@@ -256,6 +256,18 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
             return [replace(b, **law) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
     tau = _reuse(layout, temperature, sizes, lambda: _compute_tau(temperature, layout, sizes))
     return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
+
+
+def _spares_first_keys(recipe: Recipe, layout: Layout) -> bool:
+    """Return whether a law makes a difference between far keys and the first ones of a text."""
+    share = recipe.share
+    if not getattr(share, "first", 0):
+        return False
+    by_distance = any(getattr(law, "keys", "all") != "all" for law in recipe.temperatures)
+    # the number of keys bounds that of far ones where all of them are here, at consecutive positions
+    if by_distance or not (layout.implicit and layout.complete_rows and isinstance(share, Share)):
+        return True
+    return share.changes(layout.keys, recipe.position.near_window or 0)
 
 
 def split_first_keys(branches: list[RotatedBranch], first: int, layout: Layout) -> list[RotatedBranch]:

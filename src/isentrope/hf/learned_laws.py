@@ -90,9 +90,6 @@ class LearnedShare:
         beta = _take_layer(self.beta, self.layer).to(n_far.dtype)[:, None]
         return -beta * torch.log(n_far / self.reference).clamp_min(0)
 
-    def changes(self, keys: int, window: int) -> bool:
-        return True
-
     def resolve(self, train_length: int | None, window: int | None) -> LearnedShare:
         return self
 
