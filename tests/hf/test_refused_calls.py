@@ -96,11 +96,32 @@ def test_a_cache_of_another_recipe():
         cache = model(ids[:, :20]).past_key_values
     expected = logits(model, ids)[:, -1]
     ise.restore(model)
-    with ise.extended(model, REROTATING[1]):
-        refused_at_call(model, "cached under rerope:window=32", ids[:, 20:], past_key_values=cache)
+    for other in (REROTATING[1], "infoscale"):
+        with ise.extended(model, other):
+            refused_at_call(model, "cached under rerope:window=32", ids[:, 20:], past_key_values=cache)
     with ise.extended(model, REROTATING[0]):  # the same again; copies serve several prompts
         for one in (copy.deepcopy(cache), cache):
             torch.testing.assert_close(logits(model, ids[:, 20:], past_key_values=one)[:, -1], expected)
+
+
+def test_a_cache_made_of_the_keys_of_another():
+    """It cannot be told from one with keys of the plain model, until it says whose they are."""
+    model, ids = ise.extend(llama(), REROTATING[0]), tokens(1, 21)
+    with torch.no_grad():
+        cache = model(ids[:, :20]).past_key_values
+    made = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    refused_at_call(model, "copy isentrope_recipe of the cache", ids[:, 20:], past_key_values=made)
+    made.isentrope_recipe = cache.isentrope_recipe
+    torch.testing.assert_close(logits(model, ids[:, 20:], past_key_values=made), logits(model, ids)[:, -1:])
+
+
+def test_a_cache_of_the_plain_model_where_rotation_is_the_same():
+    model, ids = llama(), tokens(1, 21)
+    with torch.no_grad():
+        cache = model(ids[:, :20]).past_key_values
+    expected = logits(model, ids)
+    ise.extend(model, "infoscale")
+    torch.testing.assert_close(logits(model, ids[:, 20:], past_key_values=cache), expected[:, -1:])
 
 
 def test_a_cache_that_a_compiled_model_filled():

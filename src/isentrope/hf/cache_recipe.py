@@ -20,10 +20,10 @@ class CacheRecipe:
     learned for the plain model (prefix tuning) would be rotated twice or not at all.
 
     Args:
-        recipe: the text of the model's recipe.
+        recipe: the text of the model's recipe; None where it caches keys as the plain model does.
     """
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: str | None) -> None:
         self.recipe = recipe
 
     def check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -40,11 +40,12 @@ class CacheRecipe:
         if isinstance(length, Tensor) and not values_are_readable(length):
             return
         if length:
-            own, origin = truncate(self.recipe), f"under {truncate(filled_under)}" if filled_under else "elsewhere"
+            expected = (
+                "with keys of the plain model" if self.recipe is None else f"filled under {truncate(self.recipe)}"
+            )
             raise ValueError(
-                f"past_key_values: expected an empty cache, or one that this model filled under {own}, got "
-                f"{int(length)} tokens cached {origin}, whose keys are rotated otherwise; start a new cache "
-                "(in place of PEFT's prefix tuning, use prompt tuning)"
+                f"past_key_values: expected an empty cache, or one {expected}, got {int(length)} tokens "
+                f"{_describe_origin(filled_under)}"
             )
         self._mark(cache)
 
@@ -57,3 +58,13 @@ class CacheRecipe:
 
     def _mark(self, cache: Cache) -> None:
         setattr(cache, FILLED_UNDER, self.recipe)
+
+
+def _describe_origin(filled_under: str | None) -> str:
+    """Say where a cache was filled, and what to do instead."""
+    if filled_under is not None:
+        return f"cached under {truncate(filled_under)}; start a new cache"
+    return (
+        "cached elsewhere, whose keys may be rotated otherwise; start a new cache (in place of PEFT's prefix tuning, "
+        f"use prompt tuning), or, if its keys are this model's own, copy {FILLED_UNDER} of the cache they are from"
+    )
