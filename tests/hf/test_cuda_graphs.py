@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig
 
 import isentrope as ise
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
-from isentrope.hf import captured_pages, model_runner
+from isentrope.hf import captured_pages, continuous_batching, model_runner
 from isentrope.hf.captured_pages import LONGEST, CapturedPages, find_idle_length
 from isentrope.hf.model_runner import ExtendedModelRunner, list_layers, prefers_graphs
 from tests.fixtures.generation import STEADY, extended, gemma, mistral, rows_of
@@ -179,6 +180,14 @@ def test_graphs_are_the_default_where_they_are_the_plain_models(installed, monke
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert prefers_graphs(extended(RECIPE), gpu) == (installed and HAS_TRITON)
     assert not prefers_graphs(extended("ssmax"), gpu) and not prefers_graphs(extended(RECIPE), cpu)
+
+
+def test_the_callers_options_stay_as_they_are(monkeypatch):
+    """Other models may be served with them, which have no graphs by default."""
+    monkeypatch.setattr(continuous_batching, "prefers_graphs", lambda *model: True)
+    model, options = extended(RECIPE), ContinuousBatchingConfig()
+    manager = model.init_continuous_batching(continuous_batching_config=options)
+    assert manager.continuous_batching_config is not options and options == ContinuousBatchingConfig()
 
 
 # on a GPU

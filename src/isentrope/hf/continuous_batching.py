@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from typing import Any
 from weakref import ref
 
@@ -31,10 +32,10 @@ class ExtendedBatchingManager(ContinuousBatchingManager):
 
     def __init__(self, model: Any, generation_config: Any, continuous_batching_config: Any, **options: Any) -> None:
         check_servable(model)
-        config = continuous_batching_config
+        config = copy(continuous_batching_config)  # which the caller may serve other models with
         if config.use_cuda_graph is None and getattr(config, "auto_switch_to_flash", True):
             config.use_cuda_graph = True if prefers_graphs(model, model.device) else None
-        super().__init__(model, generation_config, continuous_batching_config, **options)
+        super().__init__(model, generation_config, config, **options)
         resolved = self.continuous_batching_config
         _check_uncompiled(resolved)
         if any(resolved.cuda_graph_booleans):
