@@ -58,11 +58,17 @@ def run_alone(monkeypatch):
     monkeypatch.setattr(layer, "takes_launch", lambda *given: False)
 
 
-def decode(model, ids, steps, cache, **options):
-    """Logits of a prompt's last token and of each token after it."""
-    prompt = ids.shape[1] - steps
-    outputs = [model(ids[:, :prompt], past_key_values=cache, **options).logits[:, -1]]
-    for n in range(prompt, ids.shape[1]):
+def read_prompt(model, ids, steps, cache, **options):
+    """Fill a cache with all but the last tokens; a prompt prepares no launch, so that runs start from copies of it."""
+    prompt = {key: mask[:, :-steps] for key, mask in options.items()}
+    model(ids[:, :-steps], past_key_values=cache, **prompt)
+    return cache
+
+
+def decode(model, ids, steps, filled, **options):
+    """Logits of the last tokens, one by one after a copy of a cache with those before."""
+    outputs, cache = [], copy.deepcopy(filled)
+    for n in range(ids.shape[1] - steps, ids.shape[1]):
         grown = {key: mask[:, : n + 1] for key, mask in options.items()}
         outputs.append(model(ids[:, n : n + 1], past_key_values=cache, **grown).logits[:, -1])
     return torch.stack(outputs, 1)
@@ -79,18 +85,15 @@ def no_gradients():
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_interpreted_layers_share_a_launch(text, cache, monkeypatch):
     model, ids = make_model(text), make_ids(2, 24)
-
-    def run():
-        made = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=32)
-        return decode(model, ids, 3, made)
-
+    made = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=32)
     counts = count_launches(monkeypatch)
-    together = run()
+    filled = read_prompt(model, ids, 3, made)
+    together = decode(model, ids, 3, filled)
     assert counts == {"prepared": 3, "run": 3 * LAYERS}
     run_alone(monkeypatch)
-    assert torch.equal(together, run())
+    assert torch.equal(together, decode(model, ids, 3, filled))
     whole = model(ids, use_cache=False).logits
-    torch.testing.assert_close(together, whole[:, 20:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together, whole[:, 21:], rtol=1e-4, atol=1e-4)
 
 
 @interprets
@@ -99,12 +102,12 @@ def test_interpreted_padded_rows_share_a_launch(text, monkeypatch):
     model, ids = make_model(text), make_ids(2, 24)
     mask = torch.ones(2, 24, dtype=torch.int64)
     mask[0, :5] = 0
-    run = lambda: decode(model, ids, 2, DynamicCache(config=model.config), attention_mask=mask)  # noqa: E731
+    filled = read_prompt(model, ids, 2, DynamicCache(config=model.config), attention_mask=mask)
     counts = count_launches(monkeypatch)
-    together = run()
+    together = decode(model, ids, 2, filled, attention_mask=mask)
     assert counts["run"] == 2 * LAYERS
     run_alone(monkeypatch)
-    assert torch.equal(together, run())
+    assert torch.equal(together, decode(model, ids, 2, filled, attention_mask=mask))
 
 
 @interprets
@@ -137,10 +140,10 @@ def test_interpreted_cropped_caches_and_changed_frequencies(monkeypatch):
     """The same tokens at the same length once more, after the cache was cropped and after frequencies have changed."""
     model, ids = make_model(RECIPES[0]), make_ids(1, 21)
 
+    filled = read_prompt(model, ids, 1, DynamicCache(config=model.config))
+
     def run(change):
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :20], past_key_values=cache)
-        outputs = []
+        cache, outputs = copy.deepcopy(filled), []
         for factor in (1.0, 1.0, change):
             model.model.rotary_emb.inv_freq *= factor
             outputs.append(model(ids[:, 20:], past_key_values=cache).logits)
@@ -162,10 +165,11 @@ def test_interpreted_layers_with_recipes_of_their_own(monkeypatch):
     recipe = ise.Recipe(position=recipe.position, share=ise.Share(beta=betas, reference=4))
     model, ids = make_model(recipe), make_ids(1, 22)
     counts = count_launches(monkeypatch)
-    together = decode(model, ids, 2, DynamicCache(config=model.config))
+    filled = read_prompt(model, ids, 2, DynamicCache(config=model.config))
+    together = decode(model, ids, 2, filled)
     assert counts == {"prepared": 2 * LAYERS, "run": 2 * LAYERS}
     run_alone(monkeypatch)
-    assert torch.equal(together, decode(model, ids, 2, DynamicCache(config=model.config)))
+    assert torch.equal(together, decode(model, ids, 2, filled))
 
 
 @interprets
