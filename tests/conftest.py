@@ -67,6 +67,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Modules live to the end: a collection of garbage, as after every compilation, need not look through them."""
+    from tests.fixtures.commands import keep_commands
+
+    keep_commands()
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -83,9 +86,9 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture(autouse=True)
 def _seed():
-    import torch
+    from tests.fixtures.seeds import set_seed
 
-    torch.manual_seed(0)
+    set_seed(0)
 
 
 @pytest.fixture(scope="session")

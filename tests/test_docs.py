@@ -52,9 +52,12 @@ def find_commands():
                 yield pytest.param(shlex.split(line, comments=True), id=f"{path.stem}: {line.split('#')[0].strip()}")
 
 
+COMMANDS = typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("words", list(find_commands()))
 def test_commands_and_options_exist(words):
-    command = typer.main.get_command(app)
+    command = COMMANDS
     while hasattr(command, "commands") and words:
         name, *words = words
         assert name in command.commands, name
