@@ -68,12 +68,21 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """Modules live to the end: a collection of garbage, as after every compilation, need not look through them."""
     from tests.fixtures.commands import keep_commands
+    from tests.fixtures.figures import render_on_demand
 
     keep_commands()
+    render_on_demand()
     gc.collect()
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # what extension modules count at the end is not taken for a leak
+
+
+def pytest_runtest_setup(item):
+    """What a fixture of a file draws is rendered if the first test that asks for it is marked: mark the whole file."""
+    from tests.fixtures.figures import Rendering
+
+    Rendering.wanted = "figures" in item.keywords
 
 
 def pytest_runtest_logreport(report):

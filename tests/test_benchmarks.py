@@ -167,6 +167,7 @@ def test_flops_count_what_a_mask_leaves(suite, tiny):
     assert method("", "", window=8).flops(32, tiny) == unit * window
 
 
+@pytest.mark.figures
 def test_plots(suite, tiny, tmp_path):
     out = tmp_path / "d.json"
     measured(suite, tiny, ["scaling"], out)

@@ -18,6 +18,8 @@ from isentrope.report.figures.style import LAW_STYLES
 from isentrope.report.tables.far_laws import build_far_laws_table
 from tests.fixtures.commands import assert_one_line
 
+pytestmark = pytest.mark.figures
+
 TINY = far_laws.FarLawsConfig(train_length=256, window=128, longest=1024, queries=64)
 
 

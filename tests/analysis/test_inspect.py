@@ -268,6 +268,7 @@ def command(*words):
     return CliRunner().invoke(app, ["inspect", *map(str, words), "--device", "cpu"])
 
 
+@pytest.mark.figures
 def test_gau_from_the_command_line(tmp_path):
     model, text = saved(tmp_path, gau(max_position_embeddings=48))
     out = tmp_path / "out"
@@ -361,6 +362,7 @@ def test_a_folder_that_is_not_there(tmp_path):
         figures.draw_peak_angles([], tmp_path / "f6")
 
 
+@pytest.mark.figures
 def test_several_models_side_by_side(tmp_path):
     text = Text("t", "0", tuple(tokens(1, 64)[0].tolist()))
     folders = []

@@ -22,6 +22,8 @@ from isentrope.report.figures import laws as figures
 from isentrope.report.figures.style import spread_apart
 from isentrope.report.tables.laws import build_laws_table, select_lengths
 
+pytestmark = pytest.mark.figures
+
 TINY = laws.EntropyLawsConfig(longest=256, queries=128)
 KEYS = [law.key for law in laws.build_laws(TINY)]
 

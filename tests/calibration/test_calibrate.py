@@ -310,6 +310,7 @@ def test_times():
     assert [parse_seconds(text) for text in ("90s", "10m", "1.5h", None)] == [90, 600, 5400, None]
 
 
+@pytest.mark.figures
 def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
     model, documents = str(SHIPPED_MODELS / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
     lines = [json.dumps({"text": text[:400]}) for text in documents[:4]]

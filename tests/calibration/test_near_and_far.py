@@ -82,6 +82,7 @@ def test_without_a_law_in_the_recipe_the_fit_starts_from_the_closed_one():
     torch.testing.assert_close(start.temperature.scale(n, 8), torch.ones(()))
 
 
+@pytest.mark.figures
 def test_all_levels_and_their_results(tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "MAX_EVALUATIONS", 3)  # which levels there are, not how good they become
     actual = fit_laws(llama(**SMALL), texts(12), CalibrationConfig(64, "rerope:window=8"), tmp_path, "tiny")

@@ -19,6 +19,8 @@ from isentrope.hf.extend import extended
 from isentrope.report.figures.side_by_side import wrap_text
 from tests.fixtures.commands import assert_one_line
 
+pytestmark = pytest.mark.figures
+
 runner = CliRunner()
 RECIPE = "rerope:window=64+share"
 OPTIONS = ["--length", "600", "--new-tokens", "12", "--recipe", RECIPE]

@@ -12,7 +12,7 @@ from isentrope.cli import app
 from isentrope.training.trainer import train
 from tests.fixtures.training import TINY, bad_loss, without
 
-pytestmark = pytest.mark.usefixtures("on_one_thread")
+pytestmark = [pytest.mark.figures, pytest.mark.usefixtures("on_one_thread")]
 
 runner = CliRunner()
 

@@ -288,6 +288,7 @@ def test_folders_that_are_not_ready(done, tmp_path):
             PreparedCorpus.open(tmp_path / name)
 
 
+@pytest.mark.figures
 def test_table_and_figure(done):
     table = build_partition_table(done / "manifest.json")
     assert [str(column.header) for column in table.columns] == ["", "Train", "Validation", "Test"]

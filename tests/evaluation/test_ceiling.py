@@ -61,6 +61,7 @@ def measure(model, letters, wanted, out, haystacks=HAYSTACKS):
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.figures
 def test_fillers_and_the_ceiling(letters, tmp_path):
     model = knowing(letters, lambda text, length: length < 700 or "Nobody came" in text)
     path, data = measure(model, letters, config(fillers=("sentences", "book"), ceiling=600), tmp_path)

@@ -220,6 +220,7 @@ def test_the_command(tmp_path):
     assert refused.exit_code == 2 and "did you mean" in refused.output
 
 
+@pytest.mark.figures
 def test_table_and_figure(tmp_path):
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
     assert build_perplexity_table(results).row_count == 3

@@ -365,6 +365,7 @@ def test_recipes_that_a_model_refuses_are_refused_first(letters, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.figures
 def test_the_command(letters, tmp_path, monkeypatch):
     folder, out = tmp_path / "model", tmp_path / "out"
     tiny(letters).save_pretrained(folder)

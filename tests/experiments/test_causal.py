@@ -23,6 +23,8 @@ from isentrope.experiments.runner import run_plan
 from isentrope.report.tables import leaderboard
 from tests.fixtures.commands import assert_one_line
 
+pytestmark = pytest.mark.figures
+
 PLAN = f"""
 title: A small one
 decoder: {{model: {SHIPPED_MODELS / "llama"}}}

@@ -17,6 +17,8 @@ from isentrope.experiments.comparison_plan import load_comparison
 from isentrope.experiments.comparison_runner import run_comparison
 from tests.fixtures.commands import assert_one_line
 
+pytestmark = pytest.mark.figures
+
 ROOT = Path(__file__).parents[2]
 LLAMA = str(SHIPPED_MODELS / "llama")
 PLAN = """

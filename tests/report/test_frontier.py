@@ -25,6 +25,8 @@ from isentrope.report.html.page import write_page
 from tests.fixtures.commands import assert_one_line
 from tests.report.test_page import BROWSER, opened
 
+pytestmark = pytest.mark.figures
+
 ROOT = Path(__file__).parents[2]
 MODEL = {"name": "small", "type": "llama", "dtype": "float32"}
 EDGES = [0, 10, 20, 40]

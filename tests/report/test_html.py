@@ -20,6 +20,8 @@ from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 
+pytestmark = pytest.mark.figures
+
 
 class Wellformed(HTMLParser):
     """Every element that must be closed is, in order; what a page would fetch is collected."""

@@ -17,7 +17,10 @@ from isentrope.report.html import page
 from tests.fixtures.study import study
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser, google-chrome or chrome found")
+pytestmark = [
+    pytest.mark.figures,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser, google-chrome or chrome found"),
+]
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",

@@ -22,6 +22,8 @@ from isentrope.report.load import load_plans
 from isentrope.report.study import draw_study
 from isentrope.temperatures import InfoScale, InfoScaleExact, LogN, Power, YaRNTemperature
 
+pytestmark = pytest.mark.figures
+
 CLAIMS = (("RoPE", "superior", "acc"), ("Windowed", "equivalent", "acc"), ("RoPE", "superior", "ppl"))
 GAINS = {"RoPE": 0.2, "ReRoPE": 0.1, "Windowed": 0.0}  # and the rise of entropy, ten times that
 

@@ -23,6 +23,7 @@ def run(*words):
     return CliRunner().invoke(app, ["plan-scale", *words])
 
 
+@pytest.mark.figures
 def test_a_plan(tmp_path):
     result = run("--model", "70b", "--tokens", "1M", "--gpus", "1,128", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
