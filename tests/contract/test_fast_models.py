@@ -13,6 +13,7 @@ import isentrope as ise
 from isentrope.hf import decoding, layer
 from isentrope.recipe import Recipe
 from tests.contract.test_fast import interprets
+from tests.fixtures.turns import in_turns
 
 RECIPES = (
     "rerope:window=6+infoscale",
@@ -81,8 +82,7 @@ def no_gradients():
 
 
 @interprets
-@pytest.mark.parametrize("text", RECIPES)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(("text", "cache"), in_turns(RECIPES, ["dynamic", "static"]))
 def test_interpreted_layers_share_a_launch(text, cache, monkeypatch):
     model, ids = make_model(text), make_ids(2, 24)
     made = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=32)
@@ -118,21 +118,19 @@ def test_interpreted_models_and_batches_take_turns(monkeypatch):
     models.append(make_model(RECIPES[0], 3, heads=(4, 4)))
     sizes = ((1, 20), (3, 20), (1, 23), (2, 20))
 
-    def start():
-        return [
-            [model, DynamicCache(config=model.config), make_ids(batch, length, n)]
-            for n, (model, (batch, length)) in enumerate(zip(models, sizes, strict=True))
-        ]
+    texts = [make_ids(batch, length, n) for n, (batch, length) in enumerate(sizes)]
+    prompts = [
+        read_prompt(model, ids, 2, DynamicCache(config=model.config)) for model, ids in zip(models, texts, strict=True)
+    ]
 
     def step(model, cache, ids, n):
-        return model(ids[:, n : n + 1] if n else ids, past_key_values=cache).logits[:, -1]
+        return model(ids[:, n - 2 :][:, :1], past_key_values=cache).logits[:, -1]
 
-    turns = start()
-    mixed = [[step(*turn, n) for turn in turns] for n in range(3)]
+    turns = list(zip(models, copy.deepcopy(prompts), texts, strict=True))
+    mixed = [[step(*turn, n) for turn in turns] for n in range(2)]
     run_alone(monkeypatch)
-    for n, turn in enumerate(start()):
-        alone = [step(*turn, m) for m in range(3)]
-        assert all(torch.equal(row[n], other) for row, other in zip(mixed, alone, strict=True))
+    for n, turn in enumerate(zip(models, prompts, texts, strict=True)):
+        assert all(torch.equal(row[n], step(*turn, m)) for m, row in enumerate(mixed))
 
 
 @interprets
