@@ -277,8 +277,7 @@ def test_gau_from_the_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     data = json.loads((out / "inspect.json").read_text())
     assert data["lengths"] == [16, 48, 64] and data["train_length"] == 48  # where it was trained is measured too
-    assert np.shape(data["entropy"]) == (3, 3, 1)
-    assert np.allclose(data["entropy_ratio"][1], 1)
+    assert np.shape(data["entropy"]) == (3, 3, 1) and np.allclose(data["entropy_ratio"][1], 1)
     assert data["uniform"][0][0] == pytest.approx(log(16))
     assert sum(data["angles"]["after"]["pairs"]) == sum(data["angles"]["before"]["pairs"]) == 64 * 64
     assert np.load(out / "attention.npy", allow_pickle=False).shape == (40, 64)
@@ -370,8 +369,7 @@ def test_several_models_side_by_side(tmp_path):
         folders.append(tmp_path / str(alpha))
         config = looking.InspectConfig((64,), inset=HeatmapWindow(8, 16, 8, 16) if alpha == 8 else None)
         looking.measure_attention(gau(f"cosine:alpha={alpha}"), "tiny", text, config, folders[-1])
-    plain = tmp_path / "plain"
-    told = looking.measure_attention(gau(), "tiny", text, looking.InspectConfig((64,)), plain)
+    told = looking.measure_attention(gau(), "tiny", text, looking.InspectConfig((64,)), plain := tmp_path / "plain")
     assert json.loads(told.read_text())["theory"] is None
     made = figures.draw_cosscale_panels(folders, tmp_path / "f1.of.paper")
     made += figures.draw_scores_before_and_after_rope([*folders, plain], tmp_path / "f7")
