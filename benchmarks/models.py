@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from measure import Call, Job, Row, Sizes, captured, compared, gpu_times
 from methods import branched, chunked, mapped, with_far_law
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 import isentrope as ise
 from isentrope.data.batches import MaskedBatches
@@ -167,16 +167,22 @@ def contents(model: PreTrainedModel, batch: int, n: int) -> tuple[Tensor, Tensor
 
 def dynamic(model: PreTrainedModel, batch: int, n: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    for layer in range(model.config.num_hidden_layers):
-        cache.update(*contents(model, batch, n), layer)
+    fill(cache, model, batch, n)
     return cache
 
 
 def static(model: PreTrainedModel, batch: int, n: int) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=n + ROOM)
+    fill(cache, model, batch, n)
+    return cache
+
+
+def fill(cache: Cache, model: PreTrainedModel, batch: int, n: int) -> None:
+    """Fill a cache with random keys, as if the model had."""
     for layer in range(model.config.num_hidden_layers):
         cache.update(*contents(model, batch, n), layer)
-    return cache
+    own = model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True).past_key_values
+    cache.isentrope_recipe = getattr(own, "isentrope_recipe", None)
 
 
 def rewind(cache: StaticCache, n: int) -> None:

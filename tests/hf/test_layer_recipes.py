@@ -203,7 +203,7 @@ def test_streaming_keeps_what_the_widest_layer_needs():
     streamed = in_chunks(model, ids, (20, 50, *(1,) * (LENGTH - 70)), cache)
     assert_close(streamed, whole(model, ids), **ROUNDED)
     assert {layer.keys.shape[2] for layer in cache.layers} == {4 + 24 - 1}
-    with pytest.raises(ValueError, match="counts visible keys, in every layer, got 'layers:0=sink"):
+    with pytest.raises(ValueError, match="in every layer, got 'layers:0=sink"):
         ise.StreamingCache(four_layers("layers:0=sink:sinks=2,size=24;*=plain"))
 
 
