@@ -98,15 +98,15 @@ def test_far_keys_of_padded_rows_and_documents_are_those_of_the_row():
 def test_first_keys_count_as_near_ones(reference, step, train_length, count, backend):
     """Against softmax of logits written out pair by pair, with a temperature of far keys, which spares them too."""
     q, k, v = qkv(0)
-    n, window, first = 20, 5, 3
+    n, window, sinks = 20, 5, 3
     recipe = Recipe(
         position=ise.ReRoPE(window),
         temperature=None if train_length is None else ise.LogN(train_length, keys="far"),
-        share=ise.Share(0.8, reference, count=count, first=first),
+        share=ise.Share(0.8, reference, count=count, sinks=sinks),
     )
     position = step * torch.arange(n)
     apart = position[:, None] - position
-    far = (apart >= window) & (position >= first)
+    far = (apart >= window) & (position >= sinks)
     theta = 10000 ** -(torch.arange(0, D, 2).double() / D)
     angle = apart.clamp_max(window)[..., None] * theta
     a, b = q[:, :, :, None].split(D // 2, -1)
@@ -126,7 +126,7 @@ def test_first_keys_count_as_near_ones(reference, step, train_length, count, bac
 def test_first_keys_of_rows_in_parts():
     """As processes have them: no part has as many keys as the law counts."""
     q, k, v = qkv(0)
-    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=8,first=3")
+    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=8,sinks=3")
     out, lse = torch.zeros(2, 4, 20, 5, dtype=torch.float64), torch.full((2, 4, 20), -torch.inf, dtype=torch.float64)
     for keys in (range(10), range(10, 20)):
         layout = PartialLayout(2, range(20), keys, RowTable(20), False, q.device)
@@ -139,12 +139,12 @@ def test_first_keys_of_rows_in_parts():
 
 def test_first_keys_are_a_branch_only_where_the_law_acts():
     q, k, v = qkv(0)
-    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=15,first=4")
+    recipe = Recipe.parse("rerope:window=5+share:beta=1,reference=15,sinks=4")
     for reference, far in ((15, [False, True]), (14, [False, False, True])):
         law = replace(recipe, share=replace(recipe.share, reference=reference))
         assert [branch.far for branch in build_call(Inputs(q, k, v, causal=True), law).branches] == far
-    with pytest.raises(ValueError, match="leave first=… out of share"):
-        Recipe.parse("rerope:window=5+share:beta=1,first=4+retrieve:blocks=2,size=4")
+    with pytest.raises(ValueError, match="leave sinks=… out of share"):
+        Recipe.parse("rerope:window=5+share:beta=1,sinks=4+retrieve:blocks=2,size=4")
 
 
 @pytest.mark.parametrize(

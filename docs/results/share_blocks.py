@@ -24,7 +24,7 @@ COLUMNS = (
     ("stories15M 2–4k", "stories15M", ("stories",)),
     ("Llama 2–4k", "llama", ("modules",)),
 )
-SPARED = {  # plans with first keys that a law spares
+SPARED = {  # plans with attention sinks that a law spares
     "smollm2-32k": "SmolLM2", "smollm2-131k": "SmolLM2", "tinyllama-8k": "TinyLlama", "tinyllama-32k": "TinyLlama",
     "gemma-131k": "Gemma-3-270M",
 }  # fmt: skip
@@ -101,35 +101,35 @@ def render_share_wins() -> str:
 
 
 FILLERS = ("novels", "technical", "speeches", "repetitive")
-FIRST_LAWS = {"share (β = ½)": "share:beta=0.5", "share, β = 1": "share:beta=1", "prior": TABLES.PRIOR}
-FIRST = ",first=4"
+SINK_LAWS = {"share (β = ½)": "share:beta=0.5", "share, β = 1": "share:beta=1", "prior": TABLES.PRIOR}
+SINKS = ",sinks=4"
 
 
-def list_first_rows(method: str) -> dict[str, str]:
-    """Name laws with and without spared first keys, and what follows the method in their recipes."""
-    names = {f"{method} + {law}": text for law, text in FIRST_LAWS.items()}
+def list_sink_rows(method: str) -> dict[str, str]:
+    """Name laws with and without spared attention sinks, and what follows the method in their recipes."""
+    names = {f"{method} + {law}": text for law, text in SINK_LAWS.items()}
     return {
         name + suffix: f"+{text}{option}"
         for name, text in names.items()
-        for suffix, option in (("", ""), (", first = 4", FIRST))
+        for suffix, option in (("", ""), (", sinks = 4", SINKS))
     }
 
 
-def render_share_first() -> str:
-    """Print perplexity in the last bucket and passkeys with and without spared first keys, on the same documents."""
+def render_share_sinks() -> str:
+    """Print perplexity in the last bucket and passkeys with and without spared sinks, on the same documents."""
     plans = [(head, plan, kinds) for head, plan, kinds in COLUMNS if plan in SPARED]
     heads = " | ".join(
         f"{SPARED[plan]} {head.split(': ')[0].split()[-1]}: {head.split(': ')[1]}" for head, plan, _ in plans
     )
     lines = [f"| | {heads} |", "|---" * (len(plans) + 1) + "|"]
     columns: dict[tuple[str, str], Column] = {}
-    names = [name for method in METHODS for name in list_first_rows(method)]
+    names = [name for method in METHODS for name in list_sink_rows(method)]
     for _, plan, kinds in plans:
         window = TABLES.METHODS[plan][0].partition("=")[2]
         recipes = {TABLES.FORGETS: f"sink:sinks=4,size={int(window) - 4}"}
         for method, index in METHODS.items():
             base = TABLES.METHODS[plan][index]
-            recipes |= {name: base + suffix for name, suffix in list_first_rows(method).items()}
+            recipes |= {name: base + suffix for name, suffix in list_sink_rows(method).items()}
         for kind in kinds:
             columns[plan, kind] = TABLES.compute_column(plan, kind, recipes)
 
@@ -142,7 +142,7 @@ def render_share_first() -> str:
         if any(value is not None for group in means for value in group):
             add(name, [[format_perplexity(value) for value in group] for group in means])
     add("documents", [[str(columns[plan, kind][1]) for kind in kinds] for _, plan, kinds in plans])
-    laws = {"none": "", **list_first_rows("ReRoPE")}
+    laws = {"none": "", **list_sink_rows("ReRoPE")}
     for name, suffix in laws.items():
         counts = [count_common(plan, TABLES.METHODS[plan][0] + suffix, list(laws.values())) for _, plan, _ in plans]
         if any(count for _, count in counts):

@@ -181,8 +181,8 @@ def _build(inputs: Inputs, recipe: Recipe, layout: Layout, region: Region) -> At
     scale = score.factor(q.shape[-1]) if inputs.scale is None else _check_scale(inputs.scale)
     sizes = _Sizes(region, q.shape[1], q.shape[-1], accumulation_dtype(q), inputs.rotated_keys)
     branches = _reuse(layout, position, sizes, lambda: _compute_branches(position, layout, sizes))
-    if _spares_first_keys(recipe, layout):
-        branches = split_first_keys(branches, recipe.share.first, layout)
+    if _spares_sinks(recipe, layout):
+        branches = split_sinks(branches, recipe.share.sinks, layout)
     regions, far = tuple(b.region for b in branches), tuple(n for n, b in enumerate(branches) if b.far)
     sizes = sizes._replace(branches=regions, far=far)
     if recipe.retrieve is not None:
@@ -258,10 +258,10 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
     return [replace(b, tau=tau) if is_chosen else b for b, is_chosen in zip(branches, chosen, strict=True)]
 
 
-def _spares_first_keys(recipe: Recipe, layout: Layout) -> bool:
-    """Return whether a law makes a difference between far keys and the first ones of a text."""
+def _spares_sinks(recipe: Recipe, layout: Layout) -> bool:
+    """Return whether a law treats attention sinks, the first keys of a text, unlike far keys."""
     share = recipe.share
-    if not getattr(share, "first", 0):
+    if not getattr(share, "sinks", 0):
         return False
     by_distance = any(getattr(law, "keys", "all") != "all" for law in recipe.temperatures)
     # the number of keys bounds that of far ones where all of them are here, at consecutive positions
@@ -270,9 +270,9 @@ def _spares_first_keys(recipe: Recipe, layout: Layout) -> bool:
     return share.changes(layout.keys, recipe.position.near_window or 0)
 
 
-def split_first_keys(branches: list[RotatedBranch], first: int, layout: Layout) -> list[RotatedBranch]:
-    """Return the branches with the first keys of far ones in branches of their own, which are not far."""
-    region, split = first_keys(first), list[RotatedBranch]()
+def split_sinks(branches: list[RotatedBranch], sinks: int, layout: Layout) -> list[RotatedBranch]:
+    """Return the branches with the attention sinks of far ones in branches of their own, which are not far."""
+    region, split = first_keys(sinks), list[RotatedBranch]()
     for branch in branches:
         if not branch.far:
             split.append(branch)

@@ -31,17 +31,17 @@ class Share(Part):
         reference: n_ref, the keys that a query saw in training; by default n_tr - window and at least 1 where far keys
             count, n_tr where all do.
         count: what n_far counts: the "far" keys that a query sees, or all "visible" ones.
-        first: how many keys at the beginning of a text count as near ones at any distance: models that put attention
-            they have no use for on the first tokens (Xiao et al., 2023) need it to stay there.
+        sinks: how many keys at the beginning of a text count as near ones at any distance: attention sinks, where
+            models put attention that no key deserves (Xiao et al., 2023), lose their weight to a bias otherwise.
     """
 
     beta: Any = DEFAULT_BETA
     reference: int | None = None
     count: str = field(default="far", kw_only=True)
-    first: int = field(default=0, kw_only=True)
+    sinks: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_integer(self, "first", 0)
+        check_integer(self, "sinks", 0)
         check_table(self, "beta", -MAX_EXPONENT, MAX_EXPONENT)
         check_choice(self, "count", COUNTS)
         if self.reference is not None:

@@ -78,8 +78,8 @@ FAR_LAWS = (
     "logn:train_length=8,keys=near+power:train_length=12,gamma=-0.4,keys=far,count=position",
     "ssmax:heads={heads},bias=True,keys=far+infoscale:train_length=16,keys=near+share:beta=-0.5",
     "adaptive+share:beta=0.7,reference=2",
-    "share:beta=0.8,reference=2,first=3",
-    "logn:train_length=16,keys=far+share:beta={table},reference=3,first=4,count=visible",
+    "share:beta=0.8,reference=2,sinks=3",
+    "logn:train_length=16,keys=far+share:beta={table},reference=3,sinks=4,count=visible",
     "adaptive:coefficients=(0.4,1),threshold=0.2,keys=far+logn:train_length=8,keys=near",
     "adaptive:keys=near+scaleinvariant:keys=far+share:beta={table},reference=4",
 )

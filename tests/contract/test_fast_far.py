@@ -47,9 +47,9 @@ BY_LENGTH = (
 )
 # first keys that are spared, a branch of their own; far keys that are the sinks of LM-Infinite alone
 FIRST = (
-    "rerope:window=24+share:beta=0.7,reference=4,first=4",
-    f"selfextend:window=24,group=4+logn:train_length=16,keys=far+share:beta={TABLE},reference=4,first=5",
-    "rerope:window=24+cosine:alpha=16+logn:train_length=64,keys=near+share:beta=1,reference=9,count=visible,first=1",
+    "rerope:window=24+share:beta=0.7,reference=4,sinks=4",
+    f"selfextend:window=24,group=4+logn:train_length=16,keys=far+share:beta={TABLE},reference=4,sinks=5",
+    "rerope:window=24+cosine:alpha=16+logn:train_length=64,keys=near+share:beta=1,reference=9,count=visible,sinks=1",
 )
 SINKS = (
     "rerope:window=24+lambda:sinks=5,window=24+logn:train_length=16,keys=far+share:beta=1,reference=1",

@@ -26,7 +26,7 @@ YARN = {
 }
 RECIPES = [SINK, LAMBDA, f"yarn:factor=2+{SINK}", f"{SINK}+infoscale:train_length=8"]
 FAR_LAWS = "logn:train_length=8,keys=far+share:beta=1,reference=2"
-RECIPES += [f"{LAMBDA}+{FAR_LAWS}", f"rerope:window=12+{SINK}+{FAR_LAWS},first={SINKS}"]
+RECIPES += [f"{LAMBDA}+{FAR_LAWS}", f"rerope:window=12+{SINK}+{FAR_LAWS},sinks={SINKS}"]
 EXACT = {"atol": 1e-9, "rtol": 0}
 # a full cache and one token are no longer than what the recipe leaves alone: there the model's own angles are used,
 # which transformers rounds to fp32
@@ -268,7 +268,7 @@ def test_twenty_thousand_tokens_at_constant_memory(fed):
         f"ntk:factor=2,dynamic=true+{SINK}",
         f"{SINK}+infoscale:train_length=8,count=position",
         f"{SINK}+infoscale:train_length=8,count=sequence",
-        f"rerope:window=12+{SINK}+share:reference=2,first={SINKS + 1}",
+        f"rerope:window=12+{SINK}+share:reference=2,sinks={SINKS + 1}",
     ],
 )
 def test_recipes_that_need_what_is_forgotten_are_refused(recipe):

@@ -31,7 +31,7 @@ def list_matrix(exchange="gather", every=1):
     pairs += [
         (FAR_POSITIONS[0], law, RETRIEVES[n % 3])
         for n, law in enumerate(FAR_LAWS)
-        if "scaleinvariant" not in law and "first=" not in law  # which retrieve refuses
+        if "scaleinvariant" not in law and "sinks=" not in law  # which retrieve refuses
     ]
     for turn, (position, law, retrieve) in enumerate(pairs):
         if turn % every:

@@ -1,4 +1,4 @@
-"""Draw first-keys.png, perplexity by position under laws for far keys: python docs/results/share/figure.py"""
+"""Draw attention-sinks.png, perplexity by position under laws for far keys: python docs/results/share/figure.py"""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PANELS = {"SmolLM2-135M, two novels": ("smollm2-131k", 8192), "TinyLlama-1.1B, t
 LAWS = {  # what follows ReRoPE, with its label
     "+infoscale": "InfoScale",
     "+share:beta=0.5": "share, β = ½",
-    "+share:beta=0.5,first=4": "… first keys spared",
-    "+share:beta=1,first=4": "share, β = 1, first keys spared",
+    "+share:beta=0.5,sinks=4": "… sinks spared",
+    "+share:beta=1,sinks=4": "share, β = 1, sinks spared",
 }
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         set_length_axis(axes, edges[1:])
         axes.set(title=title, xlabel="position, up to", ylabel="perplexity")
         label_line_ends(axes, edges[-1], labels)
-    for path in save_figure(figure, HERE / "first-keys"):
+    for path in save_figure(figure, HERE / "attention-sinks"):
         if path.suffix == ".svg":
             path.unlink()  # the page shows the other
         else:

@@ -201,7 +201,7 @@ class NearFarLaws(Laws):
             far = LearnedPower(n, values[..., 1], layer, "far")
             fitted_near = values.shape[-1] > 2
             near = (LearnedPower(n, values[..., 2], layer, "near"),) if fitted_near else _select_near(recipe)
-            own = LearnedShare(reference, values[..., 0], layer, share.count, share.first)
+            own = LearnedShare(reference, values[..., 0], layer, share.count, share.sinks)
             return replace(recipe, temperature=(*near, far), share=own)
 
         return learn_laws(model, self.build(values.detach().double().cpu().numpy()), set_laws)
@@ -212,7 +212,7 @@ class NearFarLaws(Laws):
         n = self._curve_lengths
         if recipe.share is None:
             return curves | {"bias": {"n": n, "rows": [[0.0] * len(n)]}}
-        near = recipe.position.near_window + recipe.share.first if recipe.share.count == "far" else 0
+        near = recipe.position.near_window + recipe.share.sinks if recipe.share.count == "far" else 0
         counts = torch.tensor(n, dtype=torch.float64).sub(near).clamp_min(1)[None, None]
         return curves | {"bias": {"n": n, "rows": self._sample_rows(recipe.share, lambda own: own.bias(counts))}}
 

@@ -258,7 +258,7 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
         return (0.0,)
     layout, positions = Layout(1, 1, n, torch.device("cpu")), torch.zeros(1, 1)
     branches = layer.recipe.position.branches(positions, positions, info.heads, (n, n))
-    region = region - first_keys(getattr(share, "first", 0)) if getattr(share, "count", "far") == "far" else region
+    region = region - first_keys(getattr(share, "sinks", 0)) if getattr(share, "count", "far") == "far" else region
     spans = tuple(span for branch in branches if branch.far for span in (branch.region & region).spans)
     counted = Region(spans) if getattr(share, "count", "far") == "far" else region
     count = layout.count_keys("visible", layout.simplify(counted)) - _count_hidden(layer, layout)

@@ -76,14 +76,14 @@ class LearnedShare:
         beta: β, (layers, heads); an axis of 1 serves all layers, or all heads.
         layer: its index.
         count: what n_far counts.
-        first: how many first keys count as near ones.
+        sinks: how many first keys count as near ones.
     """
 
     reference: int
     beta: Tensor
     layer: int
     count: str = "far"
-    first: int = 0
+    sinks: int = 0
 
     def bias(self, n_far: Tensor) -> Tensor:
         n_far = lengths_as_float(n_far)

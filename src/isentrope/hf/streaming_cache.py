@@ -97,7 +97,7 @@ class StreamingCache(Cache):
             raise ValueError(
                 "StreamingCache: expected a model extended with 'sink:sinks=…,size=…' and plain rotation, or with "
                 "'rerope:window=…' and 'lambda:sinks=…,window=…' of at least that window, a temperature that counts "
-                "visible keys, and a share law with first=… of at most the sinks, in every layer, got "
+                "visible keys, and a share law with at most as many sinks, in every layer, got "
                 f"{truncate(str(extension.recipe))!r}"
             )
         # all layers share one mask, so that they keep the same tokens: those that any of them needs
@@ -129,7 +129,7 @@ def _get_sinks_and_window(recipe: Recipe) -> tuple[int, int] | None:
     size = mask.size if isinstance(mask, Sink) else mask.window
     if mask.region(True) != Sink(mask.sinks, size).region(True):
         return None
-    if getattr(recipe.share, "first", 0) > mask.sinks:  # the slots after the sinks hold ever later tokens
+    if getattr(recipe.share, "sinks", 0) > mask.sinks:  # the slots after the sinks hold ever later tokens
         return None
     constant = position is not None and _has_constant_far_distance(position, size)
     return (mask.sinks, size) if constant else get_streaming_window(mask, position)

@@ -68,9 +68,9 @@ class Recipe:
             self._check_choice()
 
     def _check_choice(self) -> None:
-        if getattr(self.share, "first", 0):
+        if getattr(self.share, "sinks", 0):
             raise ValueError(
-                "recipe: retrieve keeps the first keys itself, and few far ones beside them; leave first=… out of share"
+                "recipe: retrieve keeps attention sinks itself, beside few far keys; leave sinks=… out of share"
             )
         one_window = self.position.far_keys_are_one_span
         if one_window and (self.mask is None or self.mask.region(True) == masks.Causal().region(True)):
