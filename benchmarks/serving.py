@@ -239,6 +239,10 @@ def main() -> None:
     parser.add_argument("--count", action="store_true", help="operations of a layer, in place of times")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if options.graphs and options.device != "cuda":
+        parser.error(f"--graphs: expected a GPU, got --device {options.device}; leave it out")
+    if options.new < 1:
+        parser.error(f"--new: expected 1 token or more, got {options.new}")
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     command = " ".join(["python", "benchmarks/serving.py", *sys.argv[1:]])
     provenance = collect_provenance() | {"transformers": transformers.__version__}
