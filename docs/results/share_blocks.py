@@ -152,7 +152,7 @@ def render_share_sinks() -> str:
 
 
 def count_common(plan: str, recipe: str, suffixes: list[str]) -> tuple[int, int]:
-    """Count the passkeys that a recipe finds, and all, in the places where each of the laws that has some was asked."""
+    """Count the passkeys that a recipe retrieves, and all, at the places measured for every law with passkeys."""
     base, found = TABLES.METHODS[plan][0], dict[str, dict[tuple[Any, ...], tuple[int, int]]]()
     for filler in FILLERS:
         for cell in TABLES.read_cells(plan, f"{filler}-filler", "retrieval.json")[1]:
