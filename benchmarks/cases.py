@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from inputs import PLAIN, Inputs
 from measure import Call, Job, Row, Sizes, compared, exponent, once, peak, rates, times, upper_half
-from methods import ALIBI, Method, branched, chunked, folded, mapped, million, windowed, with_far_law
+from methods import ALIBI, Method, branched, chunked, folded, mapped, million, windowed, with_far_law, with_sinks_spared
 
 import isentrope as ise
 from isentrope.core.caching import clear_caches
@@ -91,8 +91,11 @@ def _growth(size: Sizes, done: dict[int, float]) -> Row:
 
 
 def share(size: Sizes, inputs: Inputs) -> Iterator[Job]:
-    """A share law and a temperature of far keys, against the same method without them."""
+    """A share law and a temperature of far keys, or spared sinks, against the same method without them."""
     for method in branched(size.windows[-1]):
+        spared = with_sinks_spared(method, size.train_length)
+        for n in (size.middle, size.long):
+            yield Job("share", spared.name, n, partial(_share, size, inputs, spared, method, n, False))
         changed = with_far_law(method, size.train_length)
         for n in (size.middle, size.long):
             yield Job("share", changed.name, n, partial(_share, size, inputs, changed, method, n, False))

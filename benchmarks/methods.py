@@ -74,6 +74,12 @@ def with_far_law(method: Method, train_length: int) -> Method:
     return Method(f"{method.name} + share + far LogN", f"{method.recipe}+{law}", method.window, method.sinks)
 
 
+def with_sinks_spared(method: Method, train_length: int) -> Method:
+    """A two-branch method with a share law that counts the first four keys as near ones."""
+    law = f"share:beta=1,reference={train_length // 2},sinks=4"
+    return Method(f"{method.name} + share, 4 sinks", f"{method.recipe}+{law}")
+
+
 def windowed(window: int) -> list[Method]:
     lambda_ = f"rerope:window={window}+lambda:sinks=5,window={window}"
     return [
