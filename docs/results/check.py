@@ -43,6 +43,7 @@ RAW_FILES = (
     "plan.json",
     "perplexity.json",
     "retrieval.json",
+    "times.json",
     "calibrate.json",
     "peaks.json",
 )

@@ -7,14 +7,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from isentrope.cli import app
+from isentrope.evaluation import timing
+from isentrope.evaluation.frontier import build_board
 from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.experiments import comparison_runner
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.comparison_plan import load_comparison
 from isentrope.experiments.comparison_runner import run_comparison
+from isentrope.hf.extend import find_extension
 from tests.fixtures.commands import assert_one_line
 
 pytestmark = pytest.mark.figures
@@ -159,5 +163,85 @@ def test_plans_of_the_documentation_load(path):
 
 
 def test_mistakes_end_in_one_line(folder):
-    assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity or retrieval")
+    assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity, retrieval or time")
     assert_one_line(invoke(folder, "--kinds", "poems"), "nothing is left to measure")
+
+
+def time_recipes(folder, out, **more):
+    lines = []
+    plan = load_comparison(folder / "small.yaml").select("time", without=["cosine"])
+    return run_comparison(plan, LLAMA, folder, out, notify=lines.append, **more), lines
+
+
+def read_times(out):
+    times = json.loads((out / "small" / "times.json").read_text())
+    return times, {cell["recipe"]: cell for cell in times["cells"]}
+
+
+def test_times_are_measured_in_a_run_of_their_own(folder, run, tmp_path):
+    out = folder / "out" / "small"
+    kept = {path: path.read_bytes() for path in out.rglob("*.json") if path.name != "leaderboard.json"}
+    assert "times" not in {path.stem for path in kept}  # not by default
+    assert "made for perplexity, while other programs may have shared" in (out / "leaderboard.md").read_text()
+    timed = invoke(folder, "--only", "time")
+    assert timed.exit_code == 0, timed.output
+    assert {path: path.read_bytes() for path in kept} == kept
+    times, cells = read_times(folder / "out")
+    assert times["config"]["length"] == 96 and times["device"] in times["note"]
+    assert (
+        times["text"]["sha256"] == json.loads((out / "modules" / "perplexity.json").read_text())["texts"][0]["sha256"]
+    )
+    assert set(cells) == {"plain", "rerope:window=16", "window:size=32"}
+    for cell in cells.values():
+        assert len(cell["seconds"]) == 3 and cell["peak_bytes"] is None and cell["failed"] is None
+        assert {"hardware", "commit", "torch", "transformers"} <= set(cell["run"])
+    board = json.loads((out / "leaderboard.json").read_text())
+    rows = {row["recipe"]: row for row in board["rows"]}
+    assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3
+    assert rows["window:size=32"]["seconds"] == sorted(cells["window:size=32"]["seconds"])[1]
+    sentence = f"median of 3 forward passes of 96 tokens, one recipe after another on {times['device']}"
+    assert sentence in (out / "leaderboard.md").read_text() and sentence in (out / "report.html").read_text()
+
+
+def test_times_resume_and_failures_are_recorded(folder, tmp_path, monkeypatch):
+    complete, lines = time_recipes(folder, tmp_path, seconds=0)
+    assert not complete and "run again to resume" in lines[-1] and not (tmp_path / "small" / "times.json").exists()
+    time_passes = timing.time_passes
+
+    def fail_for_windows(model, tokens):
+        if find_extension(model) is not None and "window:size=32" in str(find_extension(model).recipe):
+            raise torch.OutOfMemoryError("no room\nfor it")
+        return time_passes(model, tokens)
+
+    monkeypatch.setattr(timing, "time_passes", fail_for_windows)
+    complete, lines = time_recipes(folder, tmp_path)
+    assert not complete and "failures above" in lines[-1]
+    assert sum("FAILED time window:size=32: out of memory: no room; not tried again" in line for line in lines) == 1
+    _, first = read_times(tmp_path)
+    assert first["window:size=32"]["failed"] == "out of memory: no room" and not first["window:size=32"]["seconds"]
+    board = build_board(tmp_path / "small")  # of times alone
+    assert {row["recipe"]: row["time"] is None for row in board["rows"]}["window:size=32"]
+    monkeypatch.setattr(timing, "time_passes", time_passes)
+    complete, lines = time_recipes(folder, tmp_path)
+    _, second = read_times(tmp_path)
+    assert complete and sum("time " in line and " s (" in line for line in lines) == 1
+    assert second["plain"] == first["plain"] and second["window:size=32"]["failed"] is None
+    path = tmp_path / "small" / "times.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
+    with pytest.raises(ValueError, match="times of another model, text, length or device"):
+        time_recipes(folder, tmp_path)
+
+
+def test_a_slow_pass_is_timed_once(folder, tmp_path, monkeypatch):
+    count, token_losses = 0, timing.token_losses
+
+    def count_passes(model, tokens):
+        nonlocal count
+        count += 1
+        return token_losses(model, tokens)
+
+    monkeypatch.setattr(timing, "token_losses", count_passes)
+    monkeypatch.setattr(timing, "SLOW_SECONDS", 0.0)
+    assert time_recipes(folder, tmp_path)[0]
+    assert count == 2 * 3  # one that warms up and one that counts, of each recipe
+    assert all(len(cell["seconds"]) == 1 for cell in read_times(tmp_path)[1].values())

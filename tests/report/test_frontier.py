@@ -22,6 +22,7 @@ from isentrope.evaluation.frontier import build_board, count_retrieved, mark_fro
 from isentrope.report.figures import frontier
 from isentrope.report.html.comparison import write_comparison
 from isentrope.report.html.page import write_page
+from isentrope.report.tables.comparison import explain_columns
 from tests.fixtures.commands import assert_one_line
 from tests.report.test_page import BROWSER, opened
 
@@ -141,6 +142,33 @@ def test_costs_and_the_ceiling(folder):
     ceiling = board["ceiling"]
     assert ceiling["length"] == 20 and ceiling["retrieved"]["hits"] == ceiling["retrieved"]["count"] == 4
     assert ceiling["perplexity"]["novels"] == pytest.approx(math.e)
+
+
+def test_passes_that_were_timed_replace_those_of_perplexity(folder):
+    fastest = "Time and memory: of the fastest forward pass of 40 tokens that was made for perplexity"
+    assert fastest in explain_columns(build_board(folder))
+    timed = {"plain": [2.0, 4.0, 3.0], "rerope": [6.0], "window:size=8": []}
+    cells = [
+        {"recipe": recipe, "seconds": seconds, "peak_bytes": 200 if seconds else None,
+         "failed": None if seconds else "out of memory"}
+        for recipe, seconds in timed.items()
+    ]  # fmt: skip
+    config = {"length": 40, "passes": 3, "slow_seconds": 5.0}
+    write(folder, "times.json", model=MODEL, config=config, device="H200", cells=cells)
+    board = build_board(folder)
+    rows = {row["recipe"]: row for row in board["rows"]}
+    assert (rows["plain"]["seconds"], rows["plain"]["time"], rows["plain"]["passes"]) == (3.0, 1.0, 3)
+    assert (rows["rerope"]["time"], rows["rerope"]["memory"], rows["rerope"]["passes"]) == (2.0, 1.0, 1)
+    failed = rows["window:size=8"]
+    assert (failed["seconds"], failed["time"], failed["memory"], failed["passes"]) == (None, None, None, 0)
+    sentence = (
+        "Time and memory: median of 3 forward passes of 40 tokens (one where it takes over 5 s), one recipe after "
+        "another on H200 with nothing else asked of it; plain 3.00 s"
+    )
+    assert sentence in explain_columns(board)
+    write_comparison(folder)
+    window = next(line for line in (folder / "leaderboard.md").read_text().splitlines() if "window:size=8" in line)
+    assert window.endswith("| – | – |")
 
 
 def test_the_front():

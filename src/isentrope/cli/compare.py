@@ -28,7 +28,13 @@ def compare(
     seconds: Annotated[float, typer.Option(min=0, help="Stop before so many have passed; run again to resume.")] = (
         math.inf
     ),
-    only: Annotated[str | None, typer.Option(help="perplexity or retrieval; both by default.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="perplexity, retrieval or time; the first two by default. time: a pass of every recipe over one "
+            "text, to be run alone, with nothing else on the device."
+        ),
+    ] = None,
     kinds: Annotated[str | None, typer.Option(help="Kinds of text, separated by commas; all by default.")] = None,
     without: Annotated[
         list[str] | None, typer.Option(help="Leave out recipes with this in their text. Repeat for several.")
@@ -45,13 +51,13 @@ def compare(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are forked
     from isentrope.evaluation.loading import check_not_extended
     from isentrope.evaluation.recipe_texts import check_recipes
-    from isentrope.experiments.comparison_plan import PARTS, load_comparison
+    from isentrope.experiments.comparison_plan import PARTS, TIME, load_comparison
     from isentrope.experiments.comparison_runner import run_comparison
     from isentrope.report.html.comparison import write_comparison
     from isentrope.report.html.page import write_page
 
-    if only not in (None, *PARTS):
-        raise ValueError(f"only: expected {' or '.join(PARTS)}, got {only!r}")
+    if only not in (None, *PARTS, TIME):
+        raise ValueError(f"only: expected {', '.join(PARTS)} or {TIME}, got {only!r}")
     narrowed = load_comparison(plan).select(only, kinds.split(",") if kinds else (), without or ())
     check_recipes(narrowed.recipes)  # a misspelt one is refused before any work
     check_not_extended(model, narrowed.recipes)

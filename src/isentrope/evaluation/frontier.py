@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import exp
 from pathlib import Path
+from statistics import median
 from typing import Any, TypedDict
 
 import numpy as np
@@ -13,7 +14,7 @@ from scipy import stats
 
 from isentrope.evaluation.clusters import ScoredExample, clustered_interval
 from isentrope.evaluation.metrics import perplexity, wilson_interval
-from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, ModelRecord, read_results
+from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, TIMES, ModelRecord, read_results
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
 COMPARISON_FILE = "comparison.json"
@@ -43,8 +44,9 @@ class ComparedRecipe(TypedDict):
     last one inside its training length, the geometric mean over kinds; ratio_low, ratio_high: ends of its 95 % interval
     over documents, None below MIN_DOCUMENTS of a kind. inside: change of perplexity inside the
     training length in per cent, the same. fillers: answers at the longest length, by kind of filler; retrieved: in
-    all of them. seconds, peak_bytes: of a forward pass of the longest length, the fastest of `passes`; time, memory:
-    the same relative to the plain model. front: no other recipe is better in ratio and retrieved.
+    all of them. seconds, peak_bytes: of a forward pass of the longest length, the median of `passes` made to time it,
+    or without `times.json` the fastest of those made for perplexity; time, memory: the same relative to the plain
+    model. front: no other recipe is better in ratio and retrieved.
     """
 
     number: int
@@ -76,8 +78,20 @@ class Ceiling(TypedDict):
     retrieved: Retrieved | None
 
 
+class TimedPasses(TypedDict):
+    """Passes made to be timed. passes: of each recipe; one that takes longer than `slow_seconds` is not repeated."""
+
+    device: str
+    length: int
+    passes: int
+    slow_seconds: float
+
+
 class ComparisonBoard(TypedDict):
-    """Recipes on one model, best first. texts, cells: documents and places that every recipe was measured on."""
+    """Recipes on one model, best first.
+
+    texts, cells: documents and places that every recipe was measured on. times: None without `times.json`.
+    """
 
     title: str
     model: ModelRecord
@@ -87,6 +101,7 @@ class ComparisonBoard(TypedDict):
     length: int | None
     cells: dict[str, int]
     ceiling: Ceiling
+    times: TimedPasses | None
     rows: list[ComparedRecipe]
     left_out: dict[str, str]
     run: dict[str, Any] | None
@@ -99,7 +114,7 @@ def build_board(folder: Path) -> ComparisonBoard:
     number needs every kind that has results.
 
     Args:
-        folder: holds comparison.json, KIND/perplexity.json and KIND-filler/retrieval.json.
+        folder: holds comparison.json, KIND/perplexity.json, KIND-filler/retrieval.json and times.json.
 
     Raises:
         ValueError: a file is broken, or there are no results.
@@ -115,13 +130,16 @@ def build_board(folder: Path) -> ComparisonBoard:
     )
     fillers = {kind: _select_answers(data, length) for kind, data in retrieval.items()}
     fillers = {kind: answers for kind, answers in fillers.items() if answers}
-    sources = [*files.values(), *retrieval.values()]
-    if not kinds and not fillers:
+    times = _read(path, "device") if (path := folder / TIMES.file).exists() else None
+    sources = [*files.values(), *retrieval.values(), *([] if times is None else [times])]
+    if not kinds and not fillers and times is None:
         raise ValueError(f"{folder}: expected results of isentrope compare, got none; run the plan")
-    measured: list[Mapping[str, Any]] = [*(kind.losses for kind in kinds.values()), *fillers.values()]
+    measured: list[Iterable[str]] = [*(kind.losses for kind in kinds.values()), *fillers.values()]
+    if not measured and times is not None:
+        measured = [[cell["recipe"] for cell in times["cells"]]]
     recipes = [recipe for recipe in plan["recipes"] if any(recipe in group for group in measured)]
     rows = [_build_row(recipe, recipe in plan["forgetful"], kinds, fillers) for recipe in recipes]
-    _compare_costs(rows)
+    _add_costs(rows, kinds, times)
     mark_front(rows)
     rows.sort(key=_rank)
     for number, row in enumerate(rows, 1):
@@ -136,9 +154,20 @@ def build_board(folder: Path) -> ComparisonBoard:
         "length": length,
         "cells": {kind: len(next(iter(answers.values()))) for kind, answers in fillers.items()},
         "ceiling": _build_ceiling(plan.get("ceiling"), kinds, retrieval),
+        "times": None if times is None else _describe_times(times),
         "rows": rows,
         "left_out": plan.get("left_out") or {},
-        "run": sources[-1].get("run"),
+        "run": next((data["run"] for data in reversed(sources) if "run" in data), None),
+    }
+
+
+def _describe_times(times: dict[str, Any]) -> TimedPasses:
+    config = times["config"]
+    return {
+        "device": times["device"],
+        "length": config["length"],
+        "passes": config["passes"],
+        "slow_seconds": config["slow_seconds"],
     }
 
 
@@ -254,8 +283,6 @@ def _build_row(
     changes = {name: kind.log_change(recipe) for name, kind in kinds.items()}
     changes = dict.fromkeys(changes) if recipe == PLAIN else changes
     by_filler = {name: list(answers[recipe].values()) for name, answers in fillers.items() if recipe in answers}
-    passes = [cell for kind in kinds.values() for cell in kind.cells.get(recipe, [])]
-    peaks = [cell["peak_bytes"] for cell in passes if cell.get("peak_bytes") is not None]
     tasks: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for name, cells in by_filler.items():
         for cell in cells:
@@ -278,9 +305,9 @@ def _build_row(
         "fillers": _count_each({name: {name: cells} for name, cells in by_filler.items()}),
         "tasks": _count_each(tasks),
         "retrieved": count_retrieved(by_filler) if len(by_filler) == len(fillers) else None,
-        "seconds": min((cell["seconds"] for cell in passes), default=None),
-        "peak_bytes": max(peaks, default=None),
-        "passes": len(passes),
+        "seconds": None,
+        "peak_bytes": None,
+        "passes": 0,
         "time": None,
         "memory": None,
     }
@@ -307,7 +334,18 @@ def _exp_mean(logs: Iterable[float | None]) -> float | None:
     return perplexity(sum(numbers) / len(numbers)) if numbers and len(numbers) == len(values) else None
 
 
-def _compare_costs(rows: Sequence[ComparedRecipe]) -> None:
+def _add_costs(rows: Sequence[ComparedRecipe], kinds: dict[str, KindLosses], times: dict[str, Any] | None) -> None:
+    """Add what a pass costs: of those that were timed alone, or where none were of those made for perplexity."""
+    timed = {cell["recipe"]: cell for cell in times["cells"] if cell["failed"] is None} if times is not None else {}
+    for row in rows:
+        if times is None:
+            cells = [cell for kind in kinds.values() for cell in kind.cells.get(row["recipe"], [])]
+            row["seconds"] = min((cell["seconds"] for cell in cells), default=None)
+            row["peak_bytes"] = max((cell.get("peak_bytes") or 0 for cell in cells), default=0) or None
+            row["passes"] = len(cells)
+        elif cell := timed.get(row["recipe"]):
+            row["seconds"], row["passes"] = median(cell["seconds"]), len(cell["seconds"])
+            row["peak_bytes"] = cell["peak_bytes"]
     plain = next((row for row in rows if row["recipe"] == PLAIN), None)
     for row in rows:
         if plain and plain["seconds"] and row["seconds"]:

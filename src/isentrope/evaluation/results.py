@@ -150,6 +150,13 @@ RETRIEVAL = Schema(
     sorted=("lengths", "depths"),
     upgrade=upgrade_retrieval,
 )
+TIMES = Schema(
+    "times.json",
+    cell_key=("recipe",),
+    identity=("config", "text", "device"),
+    mismatch="times of another model, text, length or device",
+    needed=("text", "device"),
+)
 CALIBRATION = Schema(
     "calibrate.json",
     cell_key=("key", "text"),

@@ -35,6 +35,7 @@ from isentrope.evaluation.retrieval import Cell, RetrievalConfig
 from isentrope.experiments.plan_schema import ComparisonFile, ComparisonRetrieval
 
 PARTS = ("perplexity", "retrieval")
+TIME = "time"  # of passes over the first text, in a run of its own
 DEPTH_ORDER = (50, 0, 25, 75, 100)  # the middle of a text is the hardest, so that it is asked about first
 PLAIN = "plain"
 
@@ -109,6 +110,7 @@ class ComparisonPlan:
         perplexity: Documents to read; None for none.
         retrieval: Questions to ask; None for none.
         dtype: Of the model; auto is bfloat16 on a GPU and float32 on a CPU.
+        timed: Time passes over the first document of `perplexity`, and measure nothing else.
     """
 
     name: str
@@ -117,6 +119,7 @@ class ComparisonPlan:
     perplexity: PerplexityPart | None
     retrieval: RetrievalPart | None
     dtype: str = "auto"
+    timed: bool = False
 
     def select(
         self, only: str | None = None, kinds: Collection[str] = (), without: Collection[str] = ()
@@ -124,7 +127,7 @@ class ComparisonPlan:
         """Narrow a plan.
 
         Args:
-            only: `perplexity` or `retrieval`; None for both.
+            only: `perplexity`, `retrieval` or `time`; None for the first two.
             kinds: Kinds of text and of filler; all if empty.
             without: Leave out recipes with one of these in their text.
 
@@ -135,14 +138,18 @@ class ComparisonPlan:
             ValueError: Nothing is left.
         """
         parts: dict[str, Any] = {}
+        wanted = PARTS if only is None else ("perplexity",) if only == TIME else (only,)
         for name in PARTS:
-            part: Any = getattr(self, name) if only in (None, name) else None
+            part: Any = getattr(self, name) if name in wanted else None
             texts = {k: v for k, v in part.texts.items() if not kinds or k in kinds} if part else {}
             parts[name] = replace(part, texts=texts) if texts else None
         recipes = tuple(recipe for recipe in self.recipes if not any(text in recipe for text in without))
         if not recipes or parts == dict.fromkeys(PARTS):
             raise ValueError(f"plan {self.name}: nothing is left to measure; choose other parts, kinds or recipes")
-        return replace(self, recipes=recipes, **parts)
+        if only == TIME:
+            kind, file = next(iter(parts["perplexity"].texts.items()))
+            parts["perplexity"] = replace(parts["perplexity"], documents=1, texts={kind: file})
+        return replace(self, recipes=recipes, timed=only == TIME, **parts)
 
 
 def load_comparison(path: Path) -> ComparisonPlan:

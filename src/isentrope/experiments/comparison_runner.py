@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from textwrap import shorten
 from typing import Any
 
@@ -21,14 +22,16 @@ from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.ranking import forgets
 from isentrope.evaluation.recipe_texts import under_recipe
-from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, Schema, read_if_whole, write_results
+from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, TIMES, Schema, read_if_whole, write_results
 from isentrope.evaluation.retrieval import Cell, measure_retrieval
 from isentrope.evaluation.texts import Text, load_texts
-from isentrope.experiments.comparison_plan import PLAIN, ComparisonPlan
+from isentrope.evaluation.timing import measure_times, open_times
+from isentrope.experiments.comparison_plan import PLAIN, TIME, ComparisonPlan
 from isentrope.experiments.prepared_prompts import PreparedPrompts, PromptWorkers
 from isentrope.hf.introspection import introspect_once
 
 MAX_MESSAGE_CHARACTERS = 200
+GIB = 2**30
 GROUP_SECONDS = 8.0  # that recipes measured in one call should take together
 Notify = Callable[[str], None]
 
@@ -59,15 +62,15 @@ class Step:
     measure: Callable[[tuple[str, ...]], object]
     describe: Callable[[dict[str, Any]], str]
 
-    def read(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Read the cells that are measured, by recipe and key."""
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Read the cells of this step by recipe, those that failed too."""
         results = read_if_whole(self.path, "cells", schema=self.schema) or {"cells": []}
         cells = {self.schema.key(cell): cell for cell in results["cells"]}
-        return {key: cell for key, cell in cells.items() if cell.get("failed") is None}
+        return {recipe: cells[recipe, *self.key] for recipe in self.recipes if (recipe, *self.key) in cells}
 
     def missing(self) -> list[str]:
-        done = self.read()
-        return [recipe for recipe in self.recipes if (recipe, *self.key) not in done]
+        done = {recipe for recipe, cell in self.read().items() if cell.get("failed") is None}
+        return [recipe for recipe in self.recipes if recipe not in done]
 
 
 @introspect_once()
@@ -82,10 +85,10 @@ def run_comparison(
 ) -> bool:
     """Measure what is missing of a plan in `out`/NAME.
 
-    Perplexity goes to KIND/perplexity.json, retrieval to KIND-filler/retrieval.json, and what was compared to
-    comparison.json. A file is complete at any time, so that a run may be stopped and resumed. Every recipe is measured
-    on the first document of every kind before any is on the second. A recipe that the model or this version cannot
-    take is left out; one that fails is not tried again at that length in the same run.
+    Perplexity goes to KIND/perplexity.json, retrieval to KIND-filler/retrieval.json, times to times.json, and what was
+    compared to comparison.json. A file is complete at any time, so that a run may be stopped and resumed. Every recipe
+    is measured on the first document of every kind before any is on the second. A recipe that the model or this version
+    cannot take is left out; one that fails is not tried again at that length in the same run.
 
     Args:
         plan: The plan.
@@ -134,10 +137,13 @@ def _explain_refusal(model: PreTrainedModel, recipe: str) -> str | None:
 
 
 def _write_comparison(plan: ComparisonPlan, reasons: dict[str, str | None], folder: Path) -> None:
-    """Write what is compared; what an earlier run of the same plan had is kept."""
+    """Write what is compared; what an earlier run of the same plan had is kept, and timing it changes nothing."""
     path = folder / COMPARISON_FILE
     folder.mkdir(parents=True, exist_ok=True)
-    earlier = read_if_whole(path, "recipes") or {"recipes": []}
+    earlier = read_if_whole(path, "recipes")
+    if plan.timed and earlier:
+        return
+    earlier = earlier or {"recipes": []}
     known = [recipe for recipe, reason in reasons.items() if reason is None]
     recipes = list(dict.fromkeys((*earlier["recipes"], *known)))
     record = {
@@ -184,6 +190,20 @@ class ComparisonInputs:
     def iterate_steps(self, model: PreTrainedModel, recipes: tuple[str, ...], out: Path) -> Iterator[Step]:
         """Yield the steps of each kind of text, then of each filler."""
         edges = self.plan.perplexity.edges if self.plan.perplexity else ()
+        if self.plan.timed:
+            ((text,),) = self.texts.values()
+            yield Step(
+                label=TIME,
+                place=0.0,
+                cost=(TIME, edges[-1]),
+                recipes=recipes,
+                path=out / TIMES.file,
+                schema=TIMES,
+                key=(),
+                measure=partial(measure_times, model, text, open_times(model, self.name, text, edges[-1], out)),
+                describe=_describe_passes,
+            )
+            return
         for kind, texts in self.texts.items():
             for index, text in enumerate(texts):
                 yield Step(
@@ -270,8 +290,10 @@ def _report_cells(step: Step, recipes: Iterable[str], report: Notify) -> set[str
     """Report the numbers of recipes; return those that have none."""
     cells, failed = step.read(), set()
     for recipe in recipes:
-        if (cell := cells.get((recipe, *step.key))) is None:
-            report(f"FAILED {step.label} {recipe}: not tried again in this run")
+        cell = cells.get(recipe)
+        if cell is None or cell.get("failed") is not None:
+            reason = f"{cell['failed']}; " if cell else ""
+            report(f"FAILED {step.label} {recipe}: {reason}not tried again in this run")
             failed.add(recipe)
         else:
             report(f"{step.label} {recipe}: {step.describe(cell)}")
@@ -282,6 +304,12 @@ def _describe_losses(edges: Sequence[int], cell: dict[str, Any]) -> str:
     sizes = [b - max(a, 1) for a, b in pairwise(edges)]
     numbers = " ".join(f"{math.exp(x / n):.2f}" for x, n in zip(cell["loss"], sizes, strict=True))
     return f"{numbers} ({cell['seconds']:.2f} s)"
+
+
+def _describe_passes(cell: dict[str, Any]) -> str:
+    passes = " ".join(f"{seconds:.3f}" for seconds in cell["seconds"])
+    peak = f", {cell['peak_bytes'] / GIB:.2f} GiB" if cell["peak_bytes"] is not None else ""
+    return f"{median(cell['seconds']):.3f} s ({passes}){peak}"
 
 
 def _describe_answers(cell: dict[str, Any]) -> str:

@@ -47,7 +47,12 @@ def build_comparison_section(folder: Path, name: str) -> Section:
         sheet=_build_sheet(board, name),
         figure=embed_figure(figure, CAPTION) if figure else None,
         positions=_list_positions(board),
-        provenance=[("Recipes left out", board["left_out"]), ("Run", board["run"]), ("Measured", settings)],
+        provenance=[
+            ("Recipes left out", board["left_out"]),
+            ("Run", board["run"]),
+            ("Times", board["times"]),
+            ("Measured", settings),
+        ],
     )
     model, texts = (
         str(board["model"]["name"]),

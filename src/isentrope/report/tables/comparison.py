@@ -120,9 +120,22 @@ def explain_columns(board: ComparisonBoard) -> str:
     plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
     if plain and plain["seconds"]:
         peak = f" and {plain['peak_bytes'] / GIB:.1f} GiB at the peak" if plain["peak_bytes"] else ""
-        tokens = f" of {board['edges'][-1]:,} tokens" if board["edges"] else ""
-        parts.append(f"Time and memory: of the fastest forward pass{tokens}, plain {plain['seconds']:.2f} s{peak}.")
+        parts.append(f"{_explain_times(board)}; plain {plain['seconds']:.2f} s{peak}.")
     return " ".join(parts)
+
+
+def _explain_times(board: ComparisonBoard) -> str:
+    if (times := board["times"]) is None:
+        return (
+            f"Time and memory: of the fastest forward pass of {board['edges'][-1]:,} tokens that was made for "
+            "perplexity, while other programs may have shared the device"
+        )
+    is_slow = any(row["passes"] == 1 for row in board["rows"])
+    once = f" (one where it takes over {times['slow_seconds']:g} s)" if is_slow else ""
+    return (
+        f"Time and memory: median of {times['passes']} forward passes of {times['length']:,} tokens{once}, one recipe "
+        f"after another on {times['device']} with nothing else asked of it"
+    )
 
 
 def format_rows(board: ComparisonBoard) -> tuple[list[str], list[list[str]]]:
