@@ -11,7 +11,7 @@ import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
+from statistics import median
 
 from isentrope.experiments.masked_plan import MaskedPlan, override_plan
 from isentrope.experiments.plan import load_plan
@@ -46,16 +46,16 @@ def measure_training() -> dict[int, float]:
         rates.setdefault(config["length"], []).append(
             row["seconds"] / (config["steps"] * config["batch"] * config["length"])
         )
-    return {length: mean(values) for length, values in rates.items()}
+    return {length: median(values) for length, values in rates.items()}
 
 
 def measure_cells(folder: str, file: str) -> dict[int, float]:
-    """Return the mean seconds of a cell by length."""
+    """Return the median seconds of a cell by length."""
     timings = {row["key"]: row["seconds"] for row in read_lines(HERE / folder / "timings.jsonl")}
     seconds: dict[int, list[float]] = {}
     for row in read_lines(HERE / folder / file):
         seconds.setdefault(int(str(row["length"])), []).append(float(str(timings[row["key"]])))
-    return {length: mean(values) for length, values in seconds.items()}
+    return {length: median(values) for length, values in seconds.items()}
 
 
 def interpolate(values: dict[int, float], length: int) -> float:
