@@ -165,7 +165,17 @@ def count_common(plan: str, recipe: str, suffixes: list[str]) -> tuple[int, int]
 
 
 FOUND_ROWS = (
-    ("rerope:window=4096", "", "+infoscale", "+share:beta=0.5", f"+{TABLES.PRIOR}", f"+power:keys=far+{TABLES.PRIOR}"),
+    (
+        "rerope:window=4096",
+        "",
+        "+infoscale",
+        "+share:beta=0.5",
+        f"+{TABLES.PRIOR}",
+        f"+power:keys=far+{TABLES.PRIOR}",
+        "+power:keys=far+share:beta=1.25,count=visible",
+        "+logn:keys=far+share:beta=1",
+        "+share:beta=1,sinks=4",
+    ),
     ("selfextend:window=4096,group=14", "", "+share:beta=0.5", f"+power:keys=far+{TABLES.PRIOR}"),
 )
 
@@ -180,14 +190,23 @@ def count_answers(plan: str, task: str, filler: str, recipe: str) -> tuple[int, 
 
 
 def render_share_found() -> str:
-    """Print passkeys and needles that SmolLM2 finds at 32,768 tokens, by filler, right of all."""
+    """Print passkeys and needles that SmolLM2 finds at 32,768 tokens, by filler, at the depths that all rows have."""
     lines = ["| | passkeys: " + " · ".join(FILLERS) + " | needles |", "|---|---|---|"]
     recipes = [base + law for base, *laws in FOUND_ROWS for law in laws]
-    for recipe in (*recipes, "sink:sinks=4,size=4092"):
+    recipes.append("sink:sinks=4,size=4092")
+    found = dict[tuple[str, str, str], dict[float, tuple[int, int]]]()  # by recipe, task and filler, then by depth
+    for filler in FILLERS:
+        for cell in TABLES.read_cells("smollm2-32k", f"{filler}-filler", "retrieval.json")[1]:
+            found.setdefault((cell["recipe"], cell["task"], filler), {})[cell["depth"]] = cell["forced"], cell["count"]
+    for recipe in recipes:
         cells = []
         for task in ("passkey", "needle"):
-            counts = (count_answers("smollm2-32k", task, filler, recipe) for filler in FILLERS)
-            cells.append(" · ".join(f"{right} of {count}" for right, count in counts))
+            texts = []
+            for filler in FILLERS:
+                depths = set.intersection(*(set(found[row, task, filler]) for row in recipes))
+                answers = [found[recipe, task, filler][depth] for depth in depths]
+                texts.append(f"{sum(right for right, _ in answers)} of {sum(count for _, count in answers)}")
+            cells.append(" · ".join(texts))
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
     return join_lines(lines)
 
@@ -260,10 +279,13 @@ def render_share_fits() -> str:
     """Print held-out perplexity beyond the training length against the closed law, of each fitted model."""
     names = {
         "the Llama that ships": "llama-calibrate/calibrate.json",
+        "the same, SelfExtend": "llama-selfextend-calibrate/calibrate.json",
+        "the same, Leaky ReRoPE": "llama-leakyrerope-calibrate/calibrate.json",
         "stories15M": "stories15M-calibrate/calibrate.json",
         "TinyLlama": "tinyllama-calibrate/calibrate.json",
         "TinyLlama at 32,768": "tinyllama-32k-calibrate/calibrate.json",
         "SmolLM2": "smollm2-calibrate/calibrate.json",
+        "SmolLM2 at 131,072": "smollm2-131k-calibrate/calibrate.json",
         "Gemma-3-270M": "gemma-calibrate/calibrate.json",
     }
     rows: dict[str, list[str]] = {name: [] for name in FITS}

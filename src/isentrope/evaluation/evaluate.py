@@ -227,7 +227,6 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
         f"yarn:factor={factor}+yarntemperature:factor={factor}",
         f"rerope:window={half}",
         f"rerope:window={half}+share",
-        f"rerope:window={half}+share:beta=1,sinks=4",
         f"rerope:window={half}+share+{auto.format_retrieve(trained)}",
         f"selfextend:window={half},group={group}",
         f"selfextend:window={half},group={group}+share",
