@@ -48,7 +48,8 @@ class Sizes:
     evaluate: tuple[int, int]
     train: tuple[tuple[int, int, int], ...]  # batch, length, steps
     compilations: tuple[int, int, int]  # how many lengths, from, to
-    targets: bool = False
+    targets: bool = False  # of a GPU
+    cpu_targets: bool = False
 
 
 def sizes(quick: bool = False) -> Sizes:
@@ -77,7 +78,7 @@ def sizes(quick: bool = False) -> Sizes:
     return Sizes(
         **common, short=1024, middle=2048, long=4096, windows=(256, 512), train_length=512, scaling=powers(512, 4096),
         once_ms=1000, most_ms=2000, seconds=0.5, least=3, batches=(1, 2), decoder_layers=4, evaluate=(2, 512),
-        train=((8, 64, 5),), compilations=(10, 500, 2000),
+        train=((8, 64, 5),), compilations=(10, 500, 2000), cpu_targets=True,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from isentrope.core.layout import Layout
 
 BACKWARD_FLOPS = 3.5  # of forward and backward together, in forwards
 MIN_BANDWIDTH_SHARE = 0.7  # of the card's, when one query reads a cache
+MAX_CPU_RATIO = 1.2
 CALLS_IN_GRAPH = 10  # of one decoded query, which takes less than launching it
 BOTH = {"causal": False}
 
@@ -51,6 +52,29 @@ def targets(size: Sizes) -> Iterator[Job]:
         yield from _list_jobs(size, case)
     clear_caches(keep_compiled=True)
     yield from first_calls.list_jobs(size)
+
+
+def cpu(size: Sizes) -> Iterator[Job]:
+    """Two kinds of positions on a CPU: whole prompts against RoPE + SDPA, padded and packed rows against equal ones."""
+    if size.device != "cpu":
+        return
+    near = size.windows[-1] * 2
+    for n in (size.long, 2 * size.long):
+        for method in branched(near)[0::2]:
+            shape, pairs = make_shape(size, n), count_pairs(n, n)
+            case = Case("cpu", method.name, method.recipe, shape, pairs, MAX_CPU_RATIO, partial(rope_sdpa, size))
+            yield from _list_jobs(size, case)
+    lengths = tuple(size.long * part // 4 for part in range(1, 5))
+    rows = make_shape(size, lengths[-1])._replace(batch=len(lengths)), make_shape(size, sum(lengths))
+    for how, shape in zip(("padded", "packed"), rows, strict=True):
+        for method in branched(near)[0::2]:
+            pairs, name = sum(count_pairs(n, n) for n in lengths), f"{method.name}, {how}"
+            mean = sum(lengths) // len(lengths)
+            case = Case(
+                "cpu", name, method.recipe, shape, pairs, MAX_CPU_RATIO, partial(equal_rows, size), CAUSAL, lengths,
+                equal_pairs=len(lengths) * count_pairs(mean, mean),
+            )  # fmt: skip
+            yield from _list_jobs(size, case)
 
 
 def list_prompts(size: Sizes) -> Iterator[Case]:
