@@ -19,6 +19,7 @@ from isentrope.core.layout import MAX_SPANS, Layout, Rows, find_layout, get_layo
 from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region, Span, first_keys
 from isentrope.core.rotation import compute_angles
+from isentrope.core.tracing import GraphCache
 from isentrope.masks import Document, Full, Mask, Padding, find_data_masks
 from isentrope.positions import NoPE, Position
 from isentrope.recipe import Recipe
@@ -100,13 +101,18 @@ def _build_in_graph(inputs: Inputs, recipe: Recipe, layout: Layout) -> Attention
     """Build the call in a graph that is being traced, where layers that share the layout share all but q, k and v."""
     q = inputs.q
     key = (recipe, inputs.mask, inputs.causal, inputs.rotated_keys, q.shape[1], q.shape[3], q.dtype)
-    first = layout.cached(
-        ("call", *key), lambda: _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
-    )
+
+    def build() -> AttentionCall:
+        call = _build(inputs, recipe, layout, _compute_region(layout, inputs, recipe.mask))
+        call = replace(call, branches=[replace(branch, traced=GraphCache()) for branch in call.branches])
+        vars(call)["shared"] = {}
+        return call
+
+    first = layout.cached(("call", *key), build)
     scale = first.scale if inputs.scale is None else _check_scale(inputs.scale)
     parts = first.branches, scale, first.normalise, first.interleaved, inputs.dropout, first.choice
     call = AttentionCall(q, inputs.k, inputs.v, layout, *parts)
-    vars(call)["shared"] = layout.cached(("shared", *key), dict)
+    vars(call)["shared"] = first.shared
     return call
 
 

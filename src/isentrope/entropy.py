@@ -103,7 +103,7 @@ def _compute_mean_bias(backend: Backend, branch: FoldedBranch, anchor: Tensor) -
     assert branch.slopes is not None
     position = branch.layout.key[:, None, :, None].double()
     v = position.expand(branch.k.shape[0], branch.k.shape[1], -1, VALUE_SIZE).contiguous()
-    exact = replace(branch, q=branch.q.double(), k=branch.k.double(), v=v)
+    exact = replace(branch, q=branch.q.double(), k=branch.k.double(), v=v, traced=None)
     total = torch.zeros_like(anchor, dtype=torch.float64)
     for sign, side in ((1, band(-inf, 1)), (-1, band(1, inf))):
         region = branch.layout.simplify(branch.region & side)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from isentrope.backends.protocol import Launch
 from isentrope.builder import Inputs, build_call
+from isentrope.core.call import AttentionCall
 from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.layout_checks import PositionIds
@@ -99,6 +100,19 @@ def attention(
     if not (return_lse or return_entropy):
         return result.out
     return result.out, Aux(result.lse, result.entropy, result.backend)
+
+
+def build_attention(inputs: Inputs, recipe: Recipe) -> AttentionCall:
+    """Return the call that `attention` passes to a backend, for `run_attention`."""
+    _check_tensors(inputs.q, inputs.k, inputs.v)
+    with autocast_disabled(inputs.q):
+        return build_call(inputs, recipe.resolve())
+
+
+def run_attention(call: AttentionCall, backend: str) -> Tensor:
+    """Return the output of `attention`, for a call that was built, or one like it with other tensors."""
+    with autocast_disabled(call.q):
+        return dispatch(call, backend, need_lse=False, need_entropy=False).out
 
 
 def prepare_attention(inputs: Inputs, recipe: Recipe, backend: str) -> Launch | None:

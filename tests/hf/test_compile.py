@@ -205,7 +205,19 @@ def test_layers_share_masks_angles_and_laws(recipe, training, plain):
     added = two - one
     assert one.keys() & SHARED and not added.keys() & SHARED
     # a pass with gradients has parts of kernels in its graph
-    assert training or added.total() <= plain.total() + (90 if recipe == NEAR_AND_FAR else 20)
+    assert training or added.total() <= plain.total() + (48 if recipe == NEAR_AND_FAR else 12)
+
+
+def test_layers_of_several_kinds():
+    """Each takes what layers like it share: recipes differ, and so do frequencies and the positions of keys."""
+    recipe = "layers:0,2=rerope:window=32+share:beta=0.5;1=rerope:window=16;3,4=sink:sinks=4,size=24;*=plain"
+    model, ids = extended(recipe, layers=6), tokens(2, 90)
+    fast, counter = compiled(model, "eager")
+    with torch.no_grad():
+        assert_close(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
+    assert counter.frame_count == 1
+    kinds = [get_layer(layer.self_attn) for layer in model.model.layers]
+    assert kinds[0].recipe is kinds[2].recipe and kinds[0].recipe is not kinds[1].recipe
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])

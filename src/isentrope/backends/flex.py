@@ -56,7 +56,7 @@ class FlexBackend(Backend):
 
 
 def _forward_branch(branch: FoldedBranch) -> tuple[Tensor, Tensor]:
-    block_mask, spans = branch.layout.cached(("block mask", branch.region), lambda: _make_block_mask(branch))
+    block_mask, spans = _get_block_mask(branch)
     score_mod = _make_score_mod(branch) if branch.biased else None
     tensors, grouped = (branch.q, branch.k, branch.v), branch.groups > 1
     if branch.q.is_cuda:
@@ -129,6 +129,13 @@ def _make_mask_mod(low: Tensor, high: Tensor) -> Callable[..., Tensor]:
         return seen
 
     return mask_mod
+
+
+def _get_block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:
+    """Return the mask and its intervals a query, made once for the layers of a pass."""
+    if branch.traced is not None:
+        return branch.cached_in_graph("block mask", lambda: _make_block_mask(branch))
+    return branch.layout.cached(("block mask", branch.region), lambda: _make_block_mask(branch))
 
 
 def _make_block_mask(branch: FoldedBranch) -> tuple[BlockMask, int]:

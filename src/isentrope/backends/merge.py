@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from isentrope.backends.protocol import Backend
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import can_run_triton, maybe_compile
+from isentrope.core.dtypes import cast
 from isentrope.core.rotation import Angles, can_rotate_in_kernel, rotate_back
 
 
@@ -107,8 +108,9 @@ def add_offset(part: PartialOutput, offset: Tensor | None) -> PartialOutput:
     """Return the output of a branch with an offset (batch or 1, heads or 1, queries) on its scores."""
     if offset is None:
         return part
-    rows = slice(part.first, part.first + part.lse.shape[2])
-    return part._replace(lse=part.lse + offset[:, :, rows].to(part.lse.dtype))
+    count = part.lse.shape[2]
+    rows = offset if count == offset.shape[2] else offset[:, :, part.first : part.first + count]
+    return part._replace(lse=part.lse + cast(rows, part.lse.dtype))
 
 
 def pad_rows(x: Tensor, first: int, length: int, value: float = 0.0) -> Tensor:
@@ -160,13 +162,13 @@ def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: in
     whole = [pad_rows(lse, first, length, -torch.inf) for lse, first in zip(lses, firsts, strict=True)]
     lse = torch.logsumexp(torch.stack(whole), 0)
     # a query that sees nothing has lse = -inf everywhere, and -inf - (-inf) is not a number
-    anchor = torch.where(lse == -torch.inf, 0.0, lse)
+    anchor = lse.clamp_min(torch.finfo(lse.dtype).min)
     total = None
     for o, first, branch_lse in zip(outs, firsts, whole, strict=True):
-        part = pad_rows(o, first, length).to(lse.dtype) * torch.exp(branch_lse - anchor)[..., None]
+        part = cast(pad_rows(o, first, length), lse.dtype) * torch.exp(branch_lse - anchor)[..., None]
         total = part if total is None else total + part
     assert total is not None
-    return total.to(outs[0].dtype), lse
+    return cast(total, outs[0].dtype), lse
 
 
 class MergedAttention(torch.autograd.Function):

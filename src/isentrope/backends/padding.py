@@ -21,13 +21,15 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
     layout = call.layout
     if not layout.padded or layout.harmless_padding:
         return call
-    queries, slots = layout.padding()
     q, k, v = call.q, call.k, call.v
     if _can_inspect(q, k, v):
+        queries, slots = layout.padding()
         first, last, any_query = layout.cached("padded edges", lambda: (*_find_edges(slots), bool(queries.any())))
-        k, v = (x if _is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) else _blank(x, slots) for x in (k, v))
-        q = q if not any_query or _is_small(q) else _blank_nonfinite(q, queries)
+        inside = (_is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) for x in (k, v))
+        k, v = (x if small else _blank(x, _spread(slots)) for x, small in zip((k, v), inside, strict=True))
+        q = q if not any_query or _is_small(q) else _blank_nonfinite(q, _spread(queries))
     else:
+        queries, slots = layout.cached_in_graph("padded vectors", lambda: tuple(map(_spread, layout.padding())))
         q, k, v = _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
     return call if q is call.q and k is call.k and v is call.v else call.set_tensors(q, k, v)
 
@@ -39,15 +41,20 @@ def blank_queries(call: AttentionCall) -> AttentionCall:
         return call
     if _can_inspect(q) and _is_small(q):
         return call
-    return call.set_tensors(_blank_nonfinite(q, layout.padding()[0]), call.k, call.v)
+    return call.set_tensors(_blank_nonfinite(q, _spread(layout.padding()[0])), call.k, call.v)
+
+
+def _spread(padding: Tensor) -> Tensor:
+    """Return a boolean of each slot (batch or 1, length) as one of each vector."""
+    return padding[:, None, :, None]
 
 
 def _blank(x: Tensor, slots: Tensor) -> Tensor:
-    return x.masked_fill(slots[:, None, :, None], 0)
+    return x.masked_fill(slots, 0)
 
 
 def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
-    return q.masked_fill(queries[:, None, :, None] & ~q.isfinite(), 0)
+    return q.masked_fill(queries & ~q.isfinite(), 0)
 
 
 def _can_inspect(*tensors: Tensor) -> bool:

@@ -9,13 +9,14 @@ mask for the chunk alone, so memory stays linear.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from math import inf
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isentrope.backends.additive_masks import WholeMask, find_whole_mask, get_additive_mask, get_whole_mask
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput
 from isentrope.backends.one_query import forward_one_query, plan_one_query
@@ -32,7 +33,6 @@ MAX_HEAD_DIM = 256
 MAX_MASK_ELEMENTS = 1 << 23
 MAX_MASKED_QUERIES = 16  # whose mask costs nothing
 MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
-MAX_SHARED_MASK_QUERIES = 16  # masks of so few are kept with a layout
 
 
 def has_fused_kernels(call: AttentionCall) -> bool:
@@ -82,12 +82,11 @@ class SDPABackend(MergedBackend):
     def share_masks(self, branches: list[FoldedBranch]) -> None:
         for branch in branches:
             if _band_of(branch) is None and _is_one_tile(branch):
-                _get_additive_mask(branch)
-                _find_queries_without_keys(branch)
+                get_whole_mask(branch)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         q, v = branches[0].q, branches[0].v
-        tiled = [_tiles_of(branch) for branch in branches]
+        tiled = [] if torch.compiler.is_compiling() else [_tiles_of(branch) for branch in branches]
         if all(tiles is None for tiles in tiled) or q.dtype == torch.float64 or not can_run_triton(q):
             return super().forward_branches(branches)
         from isentrope.backends.merge_kernel import launch
@@ -104,6 +103,8 @@ class SDPABackend(MergedBackend):
         return launch(parts, (q.shape[0], q.shape[1], q.shape[2]))
 
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
+        if (mask := find_whole_mask(branch)) is not None:
+            return _forward_whole(branch, mask)
         if (cut := tiles_on_cpu(branch)) is not None:
             shared = all(tile.kind == "full" for tile in cut)  # no copies of keys are needed
             return forward_tiles(branch, Operands(*_get_operands(branch, shared), branch.scale), cut)
@@ -127,7 +128,8 @@ class SDPABackend(MergedBackend):
             return _finish_gradients(branch, *gradients)._replace(first=band.first, begin=band.begin)
         tiles = _tiles_of(branch)
         if tiles is None and _is_one_tile(branch):
-            parts = backward_tile(_make_whole_tile(branch), _pad(grad, size), _pad(out, size), lse)
+            tile = _make_whole_tile(branch, get_whole_mask(branch))
+            parts = backward_tile(tile, _pad(grad, size), _pad(out, size), lse)
             return _finish_gradients(branch, *(x.to(lse.dtype) for x in parts))
         # every tile adds to dk and dv: sums are kept in fp32
         dq = torch.zeros_like(branch.q, dtype=lse.dtype)
@@ -158,7 +160,7 @@ def _finish_gradients(branch: FoldedBranch, *gradients: Tensor) -> BranchGradien
 
 
 def _repeat_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
-    return x if branch.groups == 1 else x.repeat_interleave(branch.groups, 1)
+    return x.repeat_interleave(branch.groups, 1)
 
 
 def _sum_heads(x: Tensor, branch: FoldedBranch) -> Tensor:
@@ -173,9 +175,11 @@ def _pad(x: Tensor, size: int) -> Tensor:
 
 
 def _get_operands(branch: FoldedBranch, shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    size = max(branch.q.shape[-1], branch.v.shape[-1])
-    k, v = (x if shared else _repeat_heads(x, branch) for x in (branch.k, branch.v))
-    return _pad(branch.q, size), _pad(k, size), _pad(v, size)
+    q, k, v = branch.q, branch.k, branch.v
+    size = max(q.shape[-1], v.shape[-1])
+    if not shared and branch.groups > 1:
+        k, v = _repeat_heads(k, branch), _repeat_heads(v, branch)
+    return _pad(q, size), _pad(k, size), _pad(v, size)
 
 
 def _has_torch_kernel(branch: FoldedBranch) -> bool:
@@ -297,18 +301,24 @@ def _take_rows(x: Tensor, first: int, last: int) -> Tensor:
 
 def _forward_masked(branch: FoldedBranch) -> PartialOutput:
     """Compute a branch under masks, in chunks of rows."""
-    size = branch.v.shape[-1]
     if _is_one_tile(branch):
-        out, lse = forward_tile(_make_whole_tile(branch))
-        out = out[..., :size]
-    else:
-        out = branch.v.new_zeros(*branch.q.shape[:-1], size)
-        lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
-        for rows, _, tile in _masked_tiles(branch):
-            o, tile_lse = forward_tile(tile)
-            out[:, :, rows], lse[:, :, rows] = o[..., :size], tile_lse
-    empty = _find_queries_without_keys(branch)
+        return _forward_whole(branch, get_whole_mask(branch))
+    size = branch.v.shape[-1]
+    out = branch.v.new_zeros(*branch.q.shape[:-1], size)
+    lse = torch.full(branch.q.shape[:-1], -inf, dtype=accumulation_dtype(branch.q), device=branch.q.device)
+    for rows, _, tile in _masked_tiles(branch):
+        o, tile_lse = forward_tile(tile)
+        out[:, :, rows], lse[:, :, rows] = o[..., :size], tile_lse
+    empty = branch.visible_counts == 0
     return PartialOutput(out.masked_fill_(empty[..., None], 0), lse.masked_fill_(empty, -inf))
+
+
+def _forward_whole(branch: FoldedBranch, mask: WholeMask) -> PartialOutput:
+    """Compute a branch under one mask."""
+    out, lse = forward_tile(_make_whole_tile(branch, mask))
+    size = branch.v.shape[-1]
+    out = out if out.shape[-1] == size else out[..., :size]
+    return PartialOutput(out.masked_fill_(mask.empty_rows, 0), lse.masked_fill_(mask.empty, -inf))
 
 
 def _count_chunk_rows(branch: FoldedBranch) -> int:
@@ -322,13 +332,8 @@ def _is_one_tile(branch: FoldedBranch) -> bool:
     return not branch.layout.banded and branch.q.shape[2] <= _count_chunk_rows(branch)
 
 
-def _find_queries_without_keys(branch: FoldedBranch) -> Tensor:
-    """Return which queries see no key of a branch, (batch or 1, 1, queries)."""
-    return branch.layout.cached_in_graph(("queries without keys", branch.region), lambda: branch.visible_counts == 0)
-
-
-def _make_whole_tile(branch: FoldedBranch) -> Tile:
-    return Tile(*_get_operands(branch), _get_additive_mask(branch), ALL_PAIRS, branch.scale)
+def _make_whole_tile(branch: FoldedBranch, mask: WholeMask) -> Tile:
+    return Tile(*_get_operands(branch), mask.bias, ALL_PAIRS, branch.scale)
 
 
 def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
@@ -340,44 +345,5 @@ def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
         low, high = branch.layout.key_range(branch.region, rows.start, rows.stop)
         if low < high:
             columns = slice(low, high)
-            mask = _get_additive_mask(branch, rows, columns)
+            mask = get_additive_mask(branch, rows, columns)
             yield rows, columns, Tile(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, ALL_PAIRS, branch.scale)
-
-
-def _get_additive_mask(branch: FoldedBranch, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-    """Return `_make_additive_mask`, once for the layers of a pass: in a traced graph, or where it is small."""
-    traced = torch.compiler.is_compiling()
-    if branch.biased or branch.chosen is not None or (traced and rows is not None):
-        return _make_additive_mask(branch, rows, columns)
-    part = tuple(None if x is None else (x.start, x.stop) for x in (rows, columns))
-    layout, key = branch.layout, (branch.region, branch.q.dtype, part)
-    if traced or layout.queries > MAX_SHARED_MASK_QUERIES:
-        return layout.cached_in_graph(("additive mask", *key), lambda: _make_additive_mask(branch, rows, columns))
-    # one of the layout's values, so that masks of many regions do not take the place of its angles
-    masks = layout.cached("additive masks", _make_mask_dict)
-    if key not in masks:
-        with torch.inference_mode(False):  # or a later call could not save it for its backward
-            masks[key] = _make_additive_mask(branch, rows, columns)
-    return masks[key]
-
-
-def _make_mask_dict() -> dict[Hashable, Tensor]:
-    return {}
-
-
-def _make_additive_mask(branch: FoldedBranch, rows: slice | None, columns: slice | None) -> Tensor:
-    """Return 0, or the distance bias, where a pair is visible, and -inf elsewhere."""
-    visible = branch.mask(rows, columns)
-    bias = branch.bias(rows, columns)
-    width = visible.shape[-1]
-    # GPU kernels read the mask in aligned vectors: give rows a padded stride
-    stride = -(-width // 16) * 16
-    # the first call of torch.broadcast_shapes imports half of torch, for seconds
-    shape = visible.shape if bias is None else torch.broadcast_tensors(visible, bias)[0].shape
-    # a distance bias has more digits than half precision; the CPU kernel takes it as it is
-    dtype = branch.q.dtype if bias is None else accumulation_dtype(branch.q)
-    # not of q, whose wrappers (vmap) would stay with a mask that is shared
-    mask = torch.zeros(*shape[:-1], stride, dtype=dtype, device=visible.device)[..., :width]
-    if bias is not None:
-        mask.copy_(bias)
-    return mask.masked_fill_(~visible, -torch.inf)

@@ -42,7 +42,7 @@ def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
         return out.flip(2), lse.flip(2)
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
+            q, k, v, is_causal=band.causal, attn_mask=_expand_bias(tile), scale=scale
         )
     if _takes_cudnn(tile):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
@@ -54,17 +54,17 @@ def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         return out.transpose(1, 2), lse
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _expand_mask(bias, q, k), True, 0.0, band.causal, scale=scale
+        q, k, v, _expand_bias(tile), True, 0.0, band.causal, scale=scale
     )
     return out, lse[..., : q.shape[2]]
 
 
 def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv of a tile, from the merged gradient, output and log-sum-exp."""
-    q, k, v, bias, band, scale = tile
+    q, k, v, _, band, scale = tile
     if not q.is_cuda:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse.contiguous(), 0.0, band.causal, attn_mask=_expand_mask(bias, q, k), scale=scale
+            grad, q, k, v, out, lse.contiguous(), 0.0, band.causal, attn_mask=_expand_bias(tile), scale=scale
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     if _takes_cudnn(tile) and not band.anticausal:
@@ -85,7 +85,7 @@ def backward_tile(tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[T
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=inf)
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, _expand_mask(bias, q, k), out, lse, seed, seed, 0.0, [True, True, True, False], band.causal,
+        grad, q, k, v, _expand_bias(tile), out, lse, seed, seed, 0.0, [True, True, True, False], band.causal,
         scale=scale,
     )  # fmt: skip
     return dq, dk, dv
@@ -137,5 +137,11 @@ def _window_sizes(band: Band) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-def _expand_mask(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+def expand_mask(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a mask of every row and head, which kernels take."""
+    shape = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    return bias if bias.shape == shape else bias.expand(shape)
+
+
+def _expand_bias(tile: Tile) -> Tensor | None:
+    return None if tile.bias is None else expand_mask(tile.bias, tile.q, tile.k)

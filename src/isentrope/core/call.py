@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from isentrope.core.choice import BlockChoice, ChosenBlocks
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
-from isentrope.core.rotation import Angles, rotate_and_scale
+from isentrope.core.rotation import Angles, rotate_and_scale, widen_angles
+from isentrope.core.tracing import GraphCache
 
 T = TypeVar("T")
 MAX_FEW_QUERIES = 16  # of which the keys that none sees are not rotated
@@ -46,6 +47,7 @@ class RotatedBranch:
     entropy_law: gives τ, once the entropy of the call without it is known; no backend receives it.
     distance_law: multiplies scale · τ q·k by a(|Δ|) and adds m(|Δ|).
     chosen: blocks of these keys that queries see, where they do not see all.
+    traced: in a graph that is being traced, what layers share of this branch.
     """
 
     region: Region
@@ -58,6 +60,7 @@ class RotatedBranch:
     entropy_law: EntropyLaw | None = None
     distance_law: DistanceLaw | None = None
     chosen: ChosenBlocks | None = None
+    traced: GraphCache | None = None
 
     @property
     def biased(self) -> bool:
@@ -111,7 +114,9 @@ class AttentionCall:
     def set_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """Return the call with other tensors of the same sizes; a graph traces this faster than `replace`."""
         parts = self.layout, self.branches, self.scale, self.normalise, self.interleaved, self.dropout, self.choice
-        return AttentionCall(q, k, v, *parts)
+        call = AttentionCall(q, k, v, *parts)
+        vars(call)["shared"] = self.shared
+        return call
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, which depends on neither q, k nor v, once for all calls that differ in those alone."""
@@ -159,14 +164,14 @@ class AttentionCall:
     def fold_branch(self, branch: RotatedBranch, k: Tensor | None = None) -> FoldedBranch:
         """Return a branch with everything folded; its keys may be given if they are folded already."""
         assert branch.entropy_law is None, "measure the entropy first"
-        q = rotate_and_scale(self.q, branch.query_angles, branch.tau, self.normalise, self.interleaved)
+        q = rotate_and_scale(self.q, self._get_angles(branch, "query"), branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch) if k is None else k
         laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
-        return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws)
+        return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws, branch.traced)
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
-        k, angles = self.k, branch.key_angles
+        k, angles = self.k, self._get_angles(branch, "key")
         if count is not None:
             k, angles = k[:, :, :count], angles and (angles[0][:, :, :count], angles[1][:, :, :count])
         elif angles is not None and (seen := self._find_seen_keys(branch)) is not None:
@@ -175,6 +180,13 @@ class AttentionCall:
             )
             return torch.cat((k[:, :, : seen.start], inside, k[:, :, seen.stop :]), 2)
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
+
+    def _get_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
+        """Return the angles of queries or keys; in a graph widened, once for its layers."""
+        angles = branch.query_angles if kind == "query" else branch.key_angles
+        if branch.traced is None or angles is None or self.interleaved or 2 * angles[0].shape[-1] != self.q.shape[3]:
+            return angles
+        return branch.traced.get(kind, lambda: widen_angles(angles))
 
     def _find_seen_keys(self, branch: RotatedBranch) -> slice | None:
         """Return the keys that a few queries see in a branch, where they are at most half: near keys when decoding.
@@ -234,11 +246,18 @@ class FoldedBranch:
     offset: Tensor | None = None
     chosen: ChosenBlocks | None = None
     distance_law: DistanceLaw | None = None
+    traced: GraphCache | None = None
 
     def set_operands(self, q: Tensor, k: Tensor, v: Tensor, offset: Tensor | None) -> FoldedBranch:
         """Return the branch with other tensors; a graph traces this faster than `replace`."""
         laws = self.slopes, offset, self.chosen, self.distance_law
-        return FoldedBranch(q, k, v, self.scale, self.region, self.layout, *laws)
+        return FoldedBranch(q, k, v, self.scale, self.region, self.layout, *laws, self.traced)
+
+    def cached_in_graph(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, which depends on the region and the layout alone, traced once for the layers of a graph."""
+        if self.traced is not None:  # found by a name, since Dynamo takes milliseconds to compute the hash of a region
+            return self.traced.get(name, make)
+        return self.layout.cached_in_graph((name, self.region), make)
 
     def as_call(self) -> AttentionCall:
         """Return a call of this branch alone, without its offset, which has nothing left to fold."""
@@ -261,7 +280,7 @@ class FoldedBranch:
     def split_spans(self) -> list[FoldedBranch]:
         """Return one branch per span, where that lets a chunk of rows skip the keys between spans."""
         regions = split_region(self.region, self.layout)
-        return [self] if len(regions) == 1 else [replace(self, region=region) for region in regions]
+        return [self] if len(regions) == 1 else [replace(self, region=region, traced=None) for region in regions]
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

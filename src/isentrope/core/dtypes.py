@@ -18,6 +18,11 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in a dtype; where it has that, a graph traces no operation."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast on x's device: it would round what is kept in fp32 on purpose."""
     kind = x.device.type

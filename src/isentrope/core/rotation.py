@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from isentrope.core.compile import can_run_triton, maybe_compile
-from isentrope.core.dtypes import accumulation_dtype
+from isentrope.core.dtypes import accumulation_dtype, cast
 
 Angles = tuple[Tensor, Tensor]  # cos and sin
 
@@ -37,6 +37,15 @@ def compute_angles(position: Tensor | float | None, frequencies: Tensor, dtype: 
     return angle.cos(), angle.sin()
 
 
+def widen_angles(angles: Angles) -> Angles:
+    """Return cos of every entry of a whole vector in half layout, and sin with the sign that its other entry takes.
+
+    Rotating by these is four operations in place of eleven, each of which Dynamo would trace in every layer.
+    """
+    cos, sin = angles
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
 def spread_groups(position: Tensor, pairs: int) -> Tensor:
     """Return positions (…, groups) as (…, pairs): pair m is in group ⌊m · groups / pairs⌋."""
     groups = position.shape[-1]
@@ -56,7 +65,7 @@ def rotate_and_scale(
 
     Args:
         x: queries or keys, (batch, heads, length, d).
-        angles: cos and sin from `compute_angles`.
+        angles: cos and sin from `compute_angles`; in a graph, perhaps from `widen_angles`.
         tau: temperatures, (batch or 1, heads or 1, length).
         normalise: divide each vector by its length first.
         interleaved: pairs are (2m, 2m + 1) rather than (m, m + d/2).
@@ -64,6 +73,8 @@ def rotate_and_scale(
     if angles is None and tau is None and not normalise:
         return x
     cos, sin = (None, None) if angles is None else angles
+    if torch.compiler.is_compiling():  # a graph fuses this with its surroundings
+        return _rotate_and_scale(x, cos, sin, tau, normalise, interleaved)
     if _has_kernel(x, cos, tau, normalise, interleaved):
         differentiated = (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
         run = RotateAndScale.apply if differentiated else _launch
@@ -75,7 +86,7 @@ def rotate_and_scale(
 
 def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool) -> bool:
     """Return whether the Triton kernel supports this: whole vectors in half layout, gradients of rotation alone."""
-    if torch.compiler.is_compiling() or not can_run_triton(x):  # a graph fuses this with its surroundings
+    if not can_run_triton(x):
         return False
     if x.dtype == torch.float64 or x.stride(-1) != 1 or x.shape[-1] % 2:
         return False
@@ -138,14 +149,15 @@ class RotateAndScale(torch.autograd.Function):
 def _rotate_and_scale(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool
 ) -> Tensor:
-    y = x.to(accumulation_dtype(x))
+    y = cast(x, accumulation_dtype(x))
     if normalise:
         y = normalise_vectors(y)
     if cos is not None and sin is not None:
-        y = rotate(y, cos, sin, interleaved)
+        wide = cos.shape[-1] == x.shape[-1]
+        y = y * cos + y.roll(cos.shape[-1] // 2, -1) * sin if wide else rotate(y, cos, sin, interleaved)
     if tau is not None:
         y = y * tau[..., None]
-    return y.to(x.dtype)
+    return cast(y, x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -154,17 +166,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     Pairs stay where they are in both layouts, so that an operand left unrotated needs no permutation.
     """
     pairs = cos.shape[-1]
-    if _rotates_in_kernel(x, cos, interleaved):
+    traced = torch.compiler.is_compiling()
+    if not traced and _rotates_in_kernel(x, cos, interleaved):
         from isentrope.core.rotation_kernel import launch  # Triton may not be installed
 
         return launch(x, cos, sin, None, normalise=False, inverse=False, rounded=True)
-    if _rotates_in_place(x, cos, interleaved):
+    if not traced and _rotates_in_place(x, cos, interleaved):
         return _rotate_in_place(x, cos, sin)
-    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else (head[..., :pairs], head[..., pairs:])
+    whole = x.shape[-1] == 2 * pairs
+    head = x if whole else x[..., : 2 * pairs]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.split(pairs, -1)
     rotated = a * cos - b * sin, b * cos + a * sin
     head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat((head, rest), -1) if rest.shape[-1] else head
+    return head if whole else torch.cat((head, x[..., 2 * pairs :]), -1)
 
 
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,7 +198,7 @@ def _rotates_in_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
 
     In fp32 a compiler would fuse products and sums.
     """
-    if interleaved or torch.compiler.is_compiling() or not can_run_triton(x) or x.dtype != cos.dtype:
+    if interleaved or not can_run_triton(x) or x.dtype != cos.dtype:
         return False
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() != 4 or cos.dim() != 4 or cos.shape[1] != 1:
         return False
@@ -195,7 +209,7 @@ def _rotates_in_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
 
 def _rotates_in_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
     """Return whether both halves may be written where they belong: on a CPU, nothing differentiated or traced."""
-    if interleaved or torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype != cos.dtype:
+    if interleaved or x.device.type != "cpu" or x.dtype != cos.dtype:
         return False
     if type(x) is not Tensor or type(cos) is not Tensor or is_transformed():
         return False

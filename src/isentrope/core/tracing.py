@@ -38,6 +38,10 @@ class GraphCache:
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
+    def find(self, key: Hashable) -> Any:
+        """Return the value of a key, or None."""
+        return self._values.get(key)
+
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned the first time."""
         value: Any = self._values.get(key)

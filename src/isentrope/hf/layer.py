@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from isentrope.builder import Inputs
 from isentrope.core.caching import bounded_cache
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import get_autocast_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
-from isentrope.functional import attention
+from isentrope.functional import attention, build_attention, run_attention
 from isentrope.hf.decoding import prepare_launch, run_launch, takes_launch
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
-from isentrope.hf.layout_cache import CachedLayout, LayoutCache
+from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, TracedLayout
 from isentrope.hf.mask import apply_position_ids, make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
@@ -104,7 +105,7 @@ class Layer(nn.Module):
         self.backend, self.index, self.layouts, self.model_parts = backend, index, layouts, model_parts
         self.eager_attention = info.eager_attention
         self.evicts = isinstance(recipe.mask, (Sink, Lambda))
-        self.layout_kind = (self.rope is None, self.evicts, self.native_mask)
+        self.layout_kind = LayoutKind(self.rope is None, self.evicts, self.native_mask)
         self.parts = recipe.parts
         # for an error that may be raised while a graph is traced, where no part can be printed
         self.description = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
@@ -128,10 +129,14 @@ class Layer(nn.Module):
             return self._run_parallel(self.parallel, call, rows)
         if is_context_parallel(query):
             self._check_context_parallel(sink_logits)
+        traced = self._get_traced(call) if torch.compiler.is_compiling() else None
+        if traced is not None and (out := self._attend_like_earlier(call, traced)) is not None:
+            return out
         entry = self.get_entry(call) if takes_launch(self, call) else None
         if entry is not None and (out := run_launch(self, call, entry)) is not None:
             return out
-        layout = self.get_layout(call) if entry is None else entry.layout
+        shared = traced if entry is None else entry
+        layout = self.get_layout(call) if shared is None else shared.layout
         if layout.implicit and self.idle(key.shape[2], layout.framed):
             if self.eager_attention is not None and self._model_idle(key.shape[2]):
                 return self._run_eager(call, layout)
@@ -141,20 +146,39 @@ class Layer(nn.Module):
             out = run_launch(self, call, entry)
             assert out is not None
             return out
-        return self.attend(call, layout)
+        return self.attend(call, layout, traced=traced)
 
-    def attend(self, call: LayerCall, layout: Layout, rotated: bool = False) -> Tensor:
+    def attend(
+        self, call: LayerCall, layout: Layout, rotated: bool = False, traced: TracedLayout | None = None
+    ) -> Tensor:
         """Attend under the recipe, whether or not it is idle, or under `rotated_recipe`."""
         query, key, value, sink_logits = call.query, call.key, call.value, call.sink_logits
         _check_dropout(call)
         query, key, value = _autocast(query, key, value)
         recipe, options = self.get_attention_arguments(layout, call.scaling, rotated)
-        options["backend"] = self.backend
-        if sink_logits is None:
-            out = attention(query, key, value, recipe, **options)
+        if sink_logits is not None:
+            out = attend_with_sink_logits(query, key, value, recipe, sink_logits, options | {"backend": self.backend})
+        elif traced is None:
+            out = attention(query, key, value, recipe, backend=self.backend, **options)
         else:
-            out = attend_with_sink_logits(query, key, value, recipe, sink_logits, options)
+            built = build_attention(Inputs(query, key, value, **options), recipe)
+            if recipe is self.recipe and built.shared is not None:
+                traced.add_call(recipe, self._list_options(call, query), built)
+            out = run_attention(built, self.backend)
         return out.transpose(1, 2).contiguous()
+
+    def _attend_like_earlier(self, call: LayerCall, traced: TracedLayout) -> Tensor | None:
+        """Attend as an earlier layer of a graph did; None where none had this recipe, or where that was idle."""
+        if call.dropout or call.sink_logits is not None:
+            return None
+        query, key, value = _autocast(call.query, call.key, call.value)
+        earlier = traced.find_call(self.recipe, self._list_options(call, query))
+        if earlier is None:
+            return None
+        return run_attention(earlier.set_tensors(query, key, value), self.backend).transpose(1, 2).contiguous()
+
+    def _list_options(self, call: LayerCall, query: Tensor) -> tuple[Any, ...]:
+        return call.scaling, self.causal, query.shape[1], query.shape[3], query.dtype
 
     def _find_rows(self, parallel: SequenceParallel, call: LayerCall) -> ShardedRows | None:
         """Return the rows that other processes have parts of, None where the whole is here."""
@@ -195,15 +219,18 @@ class Layer(nn.Module):
 
     def get_layout(self, call: LayerCall) -> Layout:
         """Return the positions of a call's tokens, which the layers of a forward pass share."""
-        query, key = call.query, call.key
         if torch.compiler.is_compiling():
-            sizes = query.shape[2], key.shape[2]
-            return self.layouts.get_traced(
-                self.layout_kind, sizes, call.mask, call.position_ids, lambda: self._compute_layout(call)
-            )
-        if type(query) is not Tensor or query.is_meta:
+            return self._get_traced(call).layout
+        if type(call.query) is not Tensor or call.query.is_meta:
             return self._compute_layout(call)
         return self.get_entry(call).layout
+
+    def _get_traced(self, call: LayerCall) -> TracedLayout:
+        """Return the layout in a graph that is being traced, with the calls that layers share."""
+        sizes = call.query.shape[2], call.key.shape[2]
+        return self.layouts.get_traced(
+            self.layout_kind, sizes, call.mask, call.position_ids, lambda: self._compute_layout(call)
+        )
 
     def get_entry(self, call: LayerCall) -> CachedLayout:
         """Return the layout with what else the layers of a forward pass share."""
@@ -253,6 +280,11 @@ class Layer(nn.Module):
         needless = region == EVERYTHING or (region == CAUSAL and layout.queries == layout.keys)
         return None if call.mask is None and needless else region
 
+    def _make_mask(self, call: LayerCall, layout: Layout) -> Tensor | None:
+        """Return the mask that SDPA takes, None where it needs none."""
+        region = self._find_masked_region(call, layout)
+        return None if region is None else layout.visible(region)
+
     def _needs_large_mask(self, call: LayerCall, layout: Layout) -> bool:
         """Return whether SDPA would take a large matrix for a window, where other layers change the output anyway."""
         if call.mask is None and self.native_mask.visible in (CAUSAL, EVERYTHING):
@@ -263,8 +295,8 @@ class Layer(nn.Module):
     def _run_sdpa(self, call: LayerCall, layout: Layout) -> Tensor:
         """Run the model's own attention, bit for bit: its rotation and transformers' SDPA."""
         query, key = self._rotate(call, layout)
-        region = self._find_masked_region(call, layout)
-        mask = None if region is None else layout.visible(region)
+        # layers that share a layout in a graph have the same mask
+        (mask,) = layout.cached_in_graph("mask of the model", lambda: (self._make_mask(call, layout),))
         options: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scaling, "is_causal": self.causal}
         return sdpa_attention_forward(call.module, query, key, call.value, mask, **options)[0]
 

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from isentrope.core.caching import register_owner
+from isentrope.core.call import AttentionCall
 from isentrope.core.layout import Layout
 from isentrope.core.tracing import can_share_in_graph
+from isentrope.masks import Mask
+from isentrope.recipe import Recipe
 
 
 @dataclass(slots=True)
@@ -28,13 +31,51 @@ class CachedLayout:
     launches: dict[Hashable, Any] = field(default_factory=dict)  # of decoding, by all that may differ between layers
 
 
-class TracedLayout(NamedTuple):
-    """A layout in a graph that is being traced, and the tensors it was computed from."""
+class LayoutKind(NamedTuple):
+    """What a layout depends on in a layer; layers with equal ones share it.
 
+    rotated: whether queries and keys arrive rotated.
+    evicts: whether a cache drops keys that the recipe does not see.
+    mask: of the layer before it was extended; equal ones are one object.
+    """
+
+    rotated: bool
+    evicts: bool
+    mask: Mask
+
+
+class TracedCall(NamedTuple):
+    """A call in a graph that is being traced, and what it was built from besides the layout."""
+
+    recipe: Recipe
+    options: tuple[Any, ...]  # scaling, causal, heads, their size and dtype
+    call: AttentionCall
+
+
+class TracedLayout(NamedTuple):
+    """A layout in a graph that is being traced, the tensors it was computed from, and the calls built with it.
+
+    Found in lists, by identity: hashes of a recipe take Dynamo milliseconds in every layer.
+    """
+
+    kind: LayoutKind
     mask: Tensor | None
     position_ids: Tensor | None
     sizes: tuple[int, int]  # queries and keys
     layout: Layout
+    calls: list[TracedCall]
+
+    def find_call(self, recipe: Recipe, options: tuple[Any, ...]) -> AttentionCall | None:
+        """Return the call that an earlier layer built from the same."""
+        for traced in self.calls:
+            if traced.recipe is recipe and traced.options == options:
+                return traced.call
+        return None
+
+    def add_call(self, recipe: Recipe, options: tuple[Any, ...], call: AttentionCall) -> None:
+        """Keep a call for the layers after this one, unless this is a graph inside the graph."""
+        if can_share_in_graph():
+            self.calls.append(TracedCall(recipe, options, call))
 
 
 class LayoutCache:
@@ -53,7 +94,7 @@ class LayoutCache:
     """
 
     sharded = False
-    traced: dict[Hashable, TracedLayout] | None = None
+    traced: list[TracedLayout] | None = None
 
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
@@ -121,7 +162,7 @@ class LayoutCache:
 
     def begin_pass(self, module: nn.Module, args: Any) -> None:
         """A hook on the model, before it runs."""
-        self.traced = {} if can_share_in_graph() else None
+        self.traced = [] if can_share_in_graph() else None
 
     def end_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """A hook on the model, after it has run: nothing of a graph may outlive it."""
@@ -129,20 +170,22 @@ class LayoutCache:
 
     def get_traced(
         self,
-        kind: Hashable,
+        kind: LayoutKind,
         sizes: tuple[int, int],
         mask: Tensor | None,
         position_ids: Tensor | None,
         compute: Callable[[], Layout],
-    ) -> Layout:
+    ) -> TracedLayout:
         """Return the layout of a call in a graph that is being traced; `sizes` are its queries and keys."""
-        entry = None if self.traced is None else self.traced.get(kind)
-        if entry is not None and entry.mask is mask and entry.position_ids is position_ids and entry.sizes == sizes:
-            return entry.layout
-        layout = compute()
+        for entry in self.traced or ():
+            if entry.kind.mask is not kind.mask or entry.kind[:2] != kind[:2]:
+                continue
+            if entry.mask is mask and entry.position_ids is position_ids and entry.sizes == sizes:
+                return entry
+        entry = TracedLayout(kind, mask, position_ids, sizes, compute(), [])
         if self.traced is not None and can_share_in_graph():
-            self.traced[kind] = TracedLayout(mask, position_ids, sizes, layout)
-        return layout
+            self.traced.append(entry)
+        return entry
 
     def clear(self) -> None:
         """Drop all entries; the next layer computes its layout anew."""

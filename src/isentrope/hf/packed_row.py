@@ -64,7 +64,6 @@ class PreparedCall(NamedTuple):
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the output, (rows, queries, heads, d)."""
         call = self.call.set_tensors(query, key, value)
-        vars(call)["shared"] = self.call.shared
         return self.backend.forward(call, need_lse=False)[0].transpose(1, 2).contiguous()
 
 
