@@ -101,9 +101,20 @@ def test_band_of_fewer_queries_interpreted():
 
 
 @interprets
-@pytest.mark.parametrize("text", FAR_LAWS[:2])
+@pytest.mark.parametrize("text", FAR_LAWS[:2] + FIRST)
 def test_band_backward_of_near_and_far_keys_interpreted(text):
     check_gradients(text, shortened(NARROW), True, torch.float32, "cpu", "band")
+
+
+@interprets
+@pytest.mark.parametrize("length", [25, 28, 29, 63])
+def test_band_backward_where_first_keys_are_most_of_the_far_ones_interpreted(length):
+    """One query sees a far key, or the first keys are all of them, or there are a few more."""
+    setting = Setting(length, length, batch=2, heads=6, kv_heads=2, d=64, dv=64)
+    call = build_call(Inputs(*setting.tensors(torch.float32), causal=True), recipe_of(FIRST[0]))
+    far = len(call.branches) == 3
+    assert far == (length > 28)
+    check_gradients(FIRST[0], setting, True, torch.float32, "cpu", "band" if far else "sdpa")
 
 
 class LearnedShare(torch.nn.Module):
@@ -153,7 +164,7 @@ def test_band_of_near_and_far_keys(text):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("text", FAR_LAWS)
+@pytest.mark.parametrize("text", FAR_LAWS + FIRST)
 def test_band_backward_of_near_and_far_keys(text):
     for setting in (SQUARE, LARGE):
         check_gradients(text, setting, True, torch.bfloat16, "cuda", "band")

@@ -83,9 +83,8 @@ class BandBackend(SDPABackend):
             return whole_rows + (rows if is_on(BAND_ROWS) else "")
         if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
             return None
-        whole = plan is not None and len(plan.far) == 1 and not plan.sinks
-        if not whole or split_corner(call) is not None:
-            return "it has no backward but of a window with a triangle of far keys"
+        if not _has_backward(plan) or split_corner(call) is not None:
+            return "it has no backward but of a window with a triangle of far keys, and first keys beside them"
         return None
 
     def computes_entropy(self, call: AttentionCall) -> bool:
@@ -147,13 +146,9 @@ class BandBackend(SDPABackend):
         """Compute the parts of far keys with SDPA's kernels."""
         numbers = dict.fromkeys(part.branch for part in plan.far)
         folded = {n: call.fold_branch(call.branches[n]) for n in numbers}  # with the keys of all its parts
-        done = [(forward_band(folded[n], band), call.branches[n].offset) for n, _, band in plan.far]
-        if len(done) == 1:
-            return add_offset(*done[0])
-        from isentrope.backends.merge_kernel import launch
-
-        parts = [TileOutput(x.out, x.lse, x.first, offset=offset) for x, offset in done]
-        return PartialOutput(*launch(parts, (call.q.shape[0], call.q.shape[1], call.q.shape[2])))
+        return _merge_parts(
+            [(forward_band(folded[n], band), call.branches[n].offset) for n, _, band in plan.far], call.q
+        )
 
     def _forward_parts(self, most: AttentionCall, last: AttentionCall) -> tuple[Tensor, Tensor]:
         """Compute the queries before a far corner with the kernel, and the few that see it with SDPA's."""
@@ -162,21 +157,40 @@ class BandBackend(SDPABackend):
         return torch.cat((parts[0][0], parts[1][0]), 2), torch.cat((parts[0][1], parts[1][1]), 2)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
-        """Compute folded branches, a window and a triangle of far keys, for the merged backward."""
+        """Compute folded branches, a window, a triangle of far keys and perhaps first keys, for the merged backward.
+
+        Queries are folded for each branch, so that the kernel cannot take first keys in as it does without gradients.
+        """
         from isentrope.backends.band.kernel import launch
 
         layout = branches[0].layout
         plan = plan_band([x.region for x in branches], layout.queries, layout.keys) if layout.plain else None
-        if plan is None or len(plan.far) != 1 or plan.sinks:
+        if plan is None or not _has_backward(plan):
             return forward_folded(branches)
-        near, far_branch = branches[plan.near_branch], branches[plan.far[0].branch]
-        far = add_offset(self.forward_branch(far_branch), far_branch.offset)
+        near = branches[plan.near_branch]
+        others = [branch for n, branch in enumerate(branches) if n != plan.near_branch]
+        far = _merge_parts([(self.forward_branch(branch), branch.offset) for branch in others], near.q)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
     def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
         if is_on(BAND_BACKWARD) and _takes_backward(branch):
             return BranchGradients(*backward_intervals(branch, grad, out, lse))
         return super().backward_branch(branch, grad, out, lse)
+
+
+def _has_backward(plan: BandPlan | None) -> bool:
+    """Return whether the kernel gains with gradients too, whose first keys and far ones are branches of their own."""
+    return plan is not None and len(plan.far) == 1
+
+
+def _merge_parts(parts: list[tuple[PartialOutput, Tensor | None]], q: Tensor) -> PartialOutput:
+    """Return outputs of keys beyond the window, each with the offset of its scores, as one."""
+    if len(parts) == 1:
+        return add_offset(*parts[0])
+    from isentrope.backends.merge_kernel import launch
+
+    tiles = [TileOutput(x.out, x.lse, x.first, offset=offset) for x, offset in parts]
+    return PartialOutput(*launch(tiles, (q.shape[0], q.shape[1], q.shape[2])))
 
 
 def _refuse_operands(call: AttentionCall) -> str | None:
