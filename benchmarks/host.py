@@ -5,7 +5,8 @@
 Operations are those that reach a kernel or make a view, counted below autograd: on a GPU most are a launch each. They
 do not depend on the machine; microseconds of CPU time do, and are the least of several repeats on one thread.
 --compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
-graph, and seconds of CPU time up to the graph ("eager") and up to AOTAutograd's ("aot_eager") and code ("inductor").
+graph, Python functions that tracing enters, and CPU time up to the graph ("eager"), up to AOTAutograd's ("aot_eager")
+and up to code ("inductor").
 --stub-gpu: calls as a GPU's host makes them, up to kernels that do nothing (`stub_gpu`): Python functions that are
 called, and CPU time; then decoded tokens of whole models, by layer and for the rest of a step.
 """
@@ -38,7 +39,7 @@ RECIPES = (
 )  # fmt: skip
 COMPILED_LAYERS, COMPILERS = (2, 6), ("eager", "aot_eager", "inductor")
 MODEL_RECIPES = ("infoscale", "rerope:window=32+infoscale", "selfextend:window=32,group=4", "window:size=24")
-
+COMPILED_RECIPES = (*MODEL_RECIPES, "rerope:window=32+share:beta=0.75", "sink:sinks=4,size=24", "yarn:factor=4")
 
 GPU_RECIPES = {
     "ReRoPE": "rerope:window=64",
@@ -80,6 +81,11 @@ def count_functions(run: Callable[[], object]) -> int:
     """Python functions that a call with warm caches enters."""
     for _ in range(3):  # the first builds what the second chooses a backend for
         run()
+    return count_entered(run)
+
+
+def count_entered(run: Callable[[], object]) -> int:
+    """Python functions that a call enters."""
     count = 0
 
     def trace(frame: Any, event: str, argument: Any) -> None:
@@ -203,15 +209,21 @@ def read_token(model: LlamaForCausalLM) -> Callable[[], object]:
 
 
 def compile_rows() -> list[dict[str, Any]]:
-    """What one more layer adds when a whole model is compiled; the first model of each kind warms the compiler up."""
+    """What one more layer adds when a whole model is compiled; the first model of each kind warms the compiler up.
+
+    Also the Python functions that tracing a layer enters: those of Dynamo itself, which no other load changes.
+    """
     rows = []
     few, many = COMPILED_LAYERS
     for compiler in COMPILERS:
-        for text in (None, *MODEL_RECIPES):
+        for text in (None, *COMPILED_RECIPES):
             compile_model(text, 1, compiler)
             first, last = (compile_model(text, layers, compiler) for layers in (few, many))
             operations, seconds = ((after - before) / (many - few) for before, after in zip(first, last, strict=True))
-            added = {"layers": [few, many], "operations": operations, "us": seconds * 1e6}
+            added: dict[str, Any] = {"layers": [few, many], "operations": operations, "us": seconds * 1e6}
+            if compiler == COMPILERS[0]:
+                entered = [count_entered(partial(compile_model, text, layers, compiler)) for layers in (few, many)]
+                added["functions"] = (entered[1] - entered[0]) / (many - few)
             rows.append({"what": f"layer, {compiler}", "recipe": text or "unextended", **added})
     return rows
 
@@ -250,7 +262,8 @@ def main() -> None:
             rows = attention_rows(options.calls) + model_rows(options.calls)
     for row in rows:
         unit = "functions" if options.stub_gpu else "operations"
-        more = f" {row['operations']:5.0f} operations" if options.stub_gpu and "operations" in row else ""
+        other = "operations" if options.stub_gpu else "functions"
+        more = f" {row[other]:7.0f} {other}" if other in row else ""
         print(f"{row['what']:15} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(options.out) as file:
