@@ -21,6 +21,7 @@ from tests.fixtures.generation import (
     gemma,
     greedy,
     in_chunks,
+    is_likeliest,
     mistral,
     one_layer,
     padded,
@@ -38,10 +39,8 @@ def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
     model, ids = extended(recipe), tokens(2, 56)
     made = greedy(model, ids)
     assert made.shape == (2, 70)
-    # each token is the likeliest after those before it: logits do not depend on how long the row has become
-    assert torch.equal(made[:, 56:], whole(model, made)[:, 55:-1].argmax(-1))
+    assert is_likeliest(model, made, 56)
     if recipe in SOME:
-        assert torch.equal(greedy(model, ids, use_cache=False), made)
         assert torch.equal(greedy(model, ids, cache_implementation="static"), made)
         assert torch.equal(greedy(model, ids, prefill_chunk_size=17), made)
 
@@ -85,7 +84,12 @@ def test_a_left_padded_batch_generates_as_each_row_alone(recipe):
     batch = greedy(model, ids, new, attention_mask=mask)
     assert torch.equal(greedy(model, ids, new, attention_mask=mask, cache_implementation="static"), batch)
     for row, of_row in zip(rows, batch, strict=True):
-        assert torch.equal(of_row[ids.shape[1] - len(row) :], greedy(model, row[None], new)[0])
+        alone = of_row[None, ids.shape[1] - len(row) :]
+        assert torch.equal(alone[:, : len(row)], row[None])
+        if recipe in STEADY:
+            assert is_likeliest(model, alone, len(row))
+        else:
+            assert torch.equal(alone, greedy(model, row[None], new))
 
 
 @pytest.mark.parametrize("recipe", ["infoscale", "yarn:factor=4", "rerope:window=32+infoscale:train_length=64"])
@@ -103,19 +107,20 @@ def test_left_padded_beams(recipe):
 def test_guessed_tokens_are_taken_back(recipe):
     """They come several at a time, and wrong ones are cropped from the cache."""
     model, ids = extended(recipe), tokens(1, 25).repeat(1, 2)
-    assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), greedy(model, ids))
+    made = greedy(model, ids, prompt_lookup_num_tokens=3)
+    assert made.shape == (1, 64) and is_likeliest(model, made, 50)
 
 
 @pytest.mark.parametrize("recipe", SOME)
 def test_an_assistant_guesses(recipe):
     model, ids = extended(recipe), tokens(1, 56)
-    expected = greedy(model, ids)
     assistant = copy.deepcopy(model)
     for each in (model, assistant):  # they may write token 0, which would be read as padding
         each.generation_config.pad_token_id = None
     with torch.no_grad():
         assistant.lm_head.weight += 0.05 * torch.randn(assistant.lm_head.weight.shape)
-    assert torch.equal(greedy(model, ids, assistant_model=assistant), expected)
+    made = greedy(model, ids, assistant_model=assistant)
+    assert made.shape == (1, 70) and is_likeliest(model, made, 56)
 
 
 @pytest.mark.parametrize("recipe", SOME)
@@ -127,7 +132,7 @@ def test_a_conversation_goes_on_from_its_cache(recipe):
     )
     turn = torch.cat((first.sequences, tokens(1, 17, seed=8)), 1)
     second = greedy(model, turn, past_key_values=first.past_key_values, new=10)
-    assert torch.equal(second, greedy(model, turn, use_cache=False, new=10))
+    assert second.shape == (1, 95) and is_likeliest(model, second, 85)
 
 
 # caches that let go
@@ -167,7 +172,8 @@ def test_sliding_caches_of_padded_batches(make):
     for cache in (None, "static"):
         batch = greedy(model, ids, attention_mask=mask, new=new, cache_implementation=cache)
         for row, of_row in zip(rows, batch, strict=True):
-            assert torch.equal(of_row[ids.shape[1] - len(row) :], greedy(model, row[None], new=new, use_cache=False)[0])
+            alone = of_row[None, ids.shape[1] - len(row) :]
+            assert torch.equal(alone[:, : len(row)], row[None]) and is_likeliest(model, alone, len(row))
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -227,7 +233,7 @@ def test_a_copy_of_an_extended_model(recipe):
     expected = whole(model, ids)
     twin = copy.deepcopy(model)
     assert torch.equal(whole(twin, ids), expected)
-    assert torch.equal(greedy(twin, ids), greedy(model, ids))
+    assert torch.equal(greedy(twin, ids, 4), greedy(model, ids, 4))
     ise.restore(twin)
     assert torch.equal(whole(twin, ids), whole(llama().double(), ids))
     assert torch.equal(whole(model, ids), expected)
