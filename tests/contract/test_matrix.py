@@ -119,7 +119,7 @@ def list_whole(first, second, calls):
 
 CALLS, FAR_CALLS = list_calls(), list_calls((None,))
 PAIRS = list_turns(POSITIONS, TEMPERATURES, CALLS, 4, 4)
-FAR_PAIRS = list_turns(FAR_POSITIONS, FAR_LAWS, FAR_CALLS, 3, 2)
+FAR_PAIRS = list_turns(FAR_POSITIONS, FAR_LAWS, FAR_CALLS, 3, 4)
 
 
 def in_turn(pairs, first, second, calls):
