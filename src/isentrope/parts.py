@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -35,8 +36,7 @@ class Part:
     @classmethod
     def options(cls) -> dict[str, Any]:
         """Return option names and their defaults, `REQUIRED` where there is none."""
-        defaults = {key: option.default for key, option in inspect.signature(cls).parameters.items()}
-        return {key: REQUIRED if value is inspect.Parameter.empty else value for key, value in defaults.items()}
+        return dict(_list_options(cls))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name and every option that differs from its default."""
@@ -50,6 +50,12 @@ class Part:
         options = self.to_dict()
         name = options.pop("name")
         return name + (":" + ",".join(f"{k}={_format_option(v)}" for k, v in options.items()) if options else "")
+
+
+@cache
+def _list_options(part: type[Part]) -> dict[str, Any]:
+    defaults = {key: option.default for key, option in inspect.signature(part).parameters.items()}
+    return {key: REQUIRED if value is inspect.Parameter.empty else value for key, value in defaults.items()}
 
 
 def _format_option(value: Any) -> str:
