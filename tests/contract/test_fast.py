@@ -214,7 +214,7 @@ def test_fold(given, dtype):
 
 
 interprets = pytest.mark.skipif(
-    not INTERPRETED, reason="kernels run on a CPU with TRITON_INTERPRET=1, as `make test` does in its second run"
+    not INTERPRETED, reason="kernels run on a CPU with TRITON_INTERPRET=1, as `make interpreted` does"
 )
 
 
