@@ -278,7 +278,8 @@ def _spares_sinks(recipe: Recipe, layout: Layout) -> bool:
 
 def split_sinks(branches: list[RotatedBranch], sinks: int, layout: Layout) -> list[RotatedBranch]:
     """Return the branches with the attention sinks of far ones in branches of their own, which are not far."""
-    region, split = first_keys(sinks), list[RotatedBranch]()
+    region = first_keys(sinks)
+    split: list[RotatedBranch] = []
     for branch in branches:
         if not branch.far:
             split.append(branch)

@@ -17,9 +17,10 @@ from isentrope.hf.layer import get_layer
 from tests.fixtures.compilation import keep_instructions
 from tests.fixtures.models import llama, tokens
 
-NEAR_AND_FAR = (
+TWO_BRANCHES = (
     "rerope:window=32+infoscale:train_length=64,keys=near+power:train_length=40,keys=far+share:beta=(0.5,1,0,-1)"
 )
+NEAR_AND_FAR = f"{TWO_BRANCHES},sinks=2"  # a third branch of first keys
 RECIPES = [
     "infoscale",
     NEAR_AND_FAR,
@@ -193,9 +194,9 @@ def plain():
 
 # in inference where far keys have a branch of their own, in training where they do not; the others with `-m slow`
 PASSES = [
-    (NEAR_AND_FAR, False),
+    (TWO_BRANCHES, False),
     ("infoscale", True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((NEAR_AND_FAR, True), ("infoscale", False))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((TWO_BRANCHES, True), ("infoscale", False))),
 ]
 
 
@@ -207,7 +208,7 @@ def test_layers_share_masks_angles_and_laws(recipe, training, plain):
     added = two - one
     assert one.keys() & SHARED and not added.keys() & SHARED
     # a pass with gradients has parts of kernels in its graph
-    assert training or added.total() <= plain.total() + (48 if recipe == NEAR_AND_FAR else 12)
+    assert training or added.total() <= plain.total() + (48 if recipe == TWO_BRANCHES else 12)
 
 
 def test_layers_of_several_kinds():

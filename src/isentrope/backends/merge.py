@@ -81,7 +81,7 @@ class MergedBackend(Backend):
         if not torch.compiler.is_compiling():
             return MergedAttention.apply(self, branches, call.v, *operands)
         self.share_masks(branches)
-        return TracedMergedAttention.apply(self, branches, call.v, *operands)
+        return TracedMergedAttention.apply(self, branches, call.v, *_view_repeated(operands))
 
     def list_branches(self, call: AttentionCall) -> list[FoldedBranch]:
         """Return the branches to compute, in operations that autograd records."""
@@ -250,6 +250,15 @@ class RotatedAttention(torch.autograd.Function):
             dk = _add_rotated_back(dk, part.dk, part.begin, keys, rotated.key_angles, None)
             dv = add_rows(dv, part.dv, part.begin, keys)
         return None, None, dq, dk, dv
+
+
+def _view_repeated(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """Return the second and later ones of a tensor as views: a traced autograd.Function takes no tensor twice."""
+    distinct: list[Tensor | None] = []
+    for i, x in enumerate(tensors):
+        repeated = x is not None and any(x is other for other in tensors[:i])
+        distinct.append(x.view_as(x) if repeated and x is not None else x)
+    return distinct
 
 
 def _match_order(grad: Tensor, out: Tensor) -> Tensor:

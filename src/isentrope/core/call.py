@@ -154,9 +154,7 @@ class AttentionCall:
         """Return the branches with angles, τ and norms folded into q and k; computed once."""
         if not self._folded:
             for branch in self.branches:
-                # a traced autograd.Function takes no tensor twice, and its graph shares equal operations itself
-                earlier = [] if torch.compiler.is_compiling() and torch.is_grad_enabled() else self._folded
-                pairs = zip(self.branches, earlier, strict=False)
+                pairs = zip(self.branches, self._folded, strict=False)
                 k = next((folded.k for other, folded in pairs if branch.rotates_keys_like(other)), None)
                 self._folded.append(self.fold_branch(branch, k))
         return self._folded
