@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -164,6 +165,7 @@ def count_common(plan: str, recipe: str, suffixes: list[str]) -> tuple[int, int]
     return sum(right for right, _ in values), sum(count for _, count in values)
 
 
+TASKS = ("passkey", "needle")
 FOUND_ROWS = (
     (
         "rerope:window=4096",
@@ -189,24 +191,32 @@ def count_answers(plan: str, task: str, filler: str, recipe: str) -> tuple[int, 
     return sum(cell["forced"] for cell in chosen), sum(cell["count"] for cell in chosen)
 
 
-def render_share_found() -> str:
-    """Print passkeys and needles that SmolLM2 finds at 32,768 tokens, by filler, at the depths that all rows have."""
-    lines = ["| | passkeys: " + " · ".join(FILLERS) + " | needles |", "|---|---|---|"]
-    recipes = [base + law for base, *laws in FOUND_ROWS for law in laws]
-    recipes.append("sink:sinks=4,size=4092")
-    found = dict[tuple[str, str, str], dict[float, tuple[int, int]]]()  # by recipe, task and filler, then by depth
+def count_common_answers(recipes: Sequence[str]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Count answers of SmolLM2 at 32,768 tokens, right and all, at the depths that all of the recipes have.
+
+    By recipe, task and filler.
+    """
+    found = dict[tuple[str, str, str], dict[float, tuple[int, int]]]()  # then by depth
     for filler in FILLERS:
         for cell in TABLES.read_cells("smollm2-32k", f"{filler}-filler", "retrieval.json")[1]:
             found.setdefault((cell["recipe"], cell["task"], filler), {})[cell["depth"]] = cell["forced"], cell["count"]
-    for recipe in recipes:
-        cells = []
-        for task in ("passkey", "needle"):
-            texts = []
-            for filler in FILLERS:
-                depths = set.intersection(*(set(found[row, task, filler]) for row in recipes))
+    counts = {}
+    for task in TASKS:
+        for filler in FILLERS:
+            depths = set.intersection(*(set(found[recipe, task, filler]) for recipe in recipes))
+            for recipe in recipes:
                 answers = [found[recipe, task, filler][depth] for depth in depths]
-                texts.append(f"{sum(right for right, _ in answers)} of {sum(count for _, count in answers)}")
-            cells.append(" · ".join(texts))
+                counts[recipe, task, filler] = sum(right for right, _ in answers), sum(count for _, count in answers)
+    return counts
+
+
+def render_share_found() -> str:
+    """Print passkeys and needles that SmolLM2 finds at 32,768 tokens, by filler."""
+    lines = ["| | passkeys: " + " · ".join(FILLERS) + " | needles |", "|---|---|---|"]
+    recipes = [*(base + law for base, *laws in FOUND_ROWS for law in laws), "sink:sinks=4,size=4092"]
+    counts = count_common_answers(recipes)
+    for recipe in recipes:
+        cells = (" · ".join("{} of {}".format(*counts[recipe, task, filler]) for filler in FILLERS) for task in TASKS)
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
     return join_lines(lines)
 
@@ -346,13 +356,12 @@ def render_laws_measured() -> str:
             bold = [text == format_perplexity(x) for text, x in zip(texts, best, strict=True)]
             cells.append(" · ".join(f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True)))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    base, found = TABLES.METHODS["smollm2-32k"][0], []
-    for law in LAW_COLUMNS:
-        recipe = base + TABLES.LAWS[law]
-        counts = [
-            count_answers("smollm2-32k", task, filler, recipe) for task in ("passkey", "needle") for filler in FILLERS
-        ]
-        found.append((sum(right for right, _ in counts), sum(count for _, count in counts)))
+    recipes = [TABLES.METHODS["smollm2-32k"][0] + TABLES.LAWS[law] for law in LAW_COLUMNS]
+    counts = count_common_answers(recipes)
+    found = []
+    for recipe in recipes:
+        answers = [counts[recipe, task, filler] for task in TASKS for filler in FILLERS]
+        found.append((sum(right for right, _ in answers), sum(count for _, count in answers)))
     most = max(right for right, _ in found)
     texts = [f"**{right}** of {count}" if right == most else f"{right} of {count}" for right, count in found]
     lines.insert(3, f"| … passkeys and needles found | {' | '.join(texts)} |")

@@ -57,6 +57,7 @@ def test_a_plain_model_with_windows_reads_long_texts_without_a_mask_of_all_pairs
     expected = token_losses(model, ids)
     monkeypatch.setattr(perplexity, "MAX_MASK", 700)  # seven tokens at a time
     assert perplexity.builds_mask(model, len(ids)) and not perplexity.builds_mask(llama(), len(ids))
+    assert [perplexity.count_chunks(x, len(ids)) for x in (model, llama())] == [15, 1]
     with patch.object(perplexity, "read_in_chunks", wraps=perplexity.read_in_chunks) as read:
         torch.testing.assert_close(token_losses(model, ids), expected, atol=1e-4, rtol=1e-4)
         ise.extend(model, "rerope:window=16")

@@ -165,6 +165,7 @@ def test_plans_of_the_documentation_load(path):
 def test_mistakes_end_in_one_line(folder):
     assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity, retrieval or time")
     assert_one_line(invoke(folder, "--kinds", "poems"), "nothing is left to measure")
+    assert_one_line(invoke(folder, "--kinds", "poems", "--only", "time"), "time is that of reading a text")
 
 
 def time_recipes(folder, out, **more):
@@ -199,7 +200,7 @@ def test_times_are_measured_in_a_run_of_their_own(folder, run, tmp_path):
     rows = {row["recipe"]: row for row in board["rows"]}
     assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3
     assert rows["window:size=32"]["seconds"] == sorted(cells["window:size=32"]["seconds"])[1]
-    sentence = f"median of 3 forward passes of 96 tokens, one recipe after another on {times['device']}"
+    sentence = f"median of 3 passes over 96 tokens, one recipe after another on {times['device']}"
     assert sentence in (out / "leaderboard.md").read_text() and sentence in (out / "report.html").read_text()
 
 

@@ -162,10 +162,17 @@ def test_passes_that_were_timed_replace_those_of_perplexity(folder):
     failed = rows["window:size=8"]
     assert (failed["seconds"], failed["time"], failed["memory"], failed["passes"]) == (None, None, None, 0)
     sentence = (
-        "Time and memory: median of 3 forward passes of 40 tokens (one where it takes over 5 s), one recipe after "
-        "another on H200 with nothing else asked of it; plain 3.00 s"
+        "Time and memory: median of 3 passes over 40 tokens (one where it takes over 5 s), one recipe after another "
+        "on H200, in a run meant to have it alone; plain 3.00 s"
     )
     assert sentence in explain_columns(board)
+    for cell, commit in zip(cells, "abb", strict=True):
+        cell |= {"chunks": 4 if cell["recipe"] == "plain" else 1, "run": {"torch": "2.11", "commit": commit}}
+    write(folder, "times.json", model=MODEL, config=config, device="H200", cells=cells)
+    ending = (
+        "alone, under PyTorch and commits 2.11 at a, 2.11 at b; plain in 4 chunks, as its mask would take gigabytes"
+    )
+    assert ending in explain_columns(build_board(folder))
     write_comparison(folder)
     window = next(line for line in (folder / "leaderboard.md").read_text().splitlines() if "window:size=8" in line)
     assert window.endswith("| – | – |")

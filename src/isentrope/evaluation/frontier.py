@@ -79,12 +79,18 @@ class Ceiling(TypedDict):
 
 
 class TimedPasses(TypedDict):
-    """Passes made to be timed. passes: of each recipe; one that takes longer than `slow_seconds` is not repeated."""
+    """Passes made to be timed.
+
+    passes: of each recipe; one that takes longer than `slow_seconds` is not repeated. chunks: in which the plain model
+    read the text. versions: of PyTorch and isentrope, where there were several.
+    """
 
     device: str
     length: int
     passes: int
     slow_seconds: float
+    chunks: int
+    versions: list[str]
 
 
 class ComparisonBoard(TypedDict):
@@ -162,12 +168,15 @@ def build_board(folder: Path) -> ComparisonBoard:
 
 
 def _describe_times(times: dict[str, Any]) -> TimedPasses:
-    config = times["config"]
+    config, runs = times["config"], [cell["run"] for cell in times["cells"] if "run" in cell]
+    versions = sorted({f"{run['torch']} at {run['commit']}" for run in runs})
     return {
         "device": times["device"],
         "length": config["length"],
         "passes": config["passes"],
         "slow_seconds": config["slow_seconds"],
+        "chunks": next((cell.get("chunks", 1) for cell in times["cells"] if cell["recipe"] == PLAIN), 1),
+        "versions": versions if len(versions) > 1 else [],
     }
 
 

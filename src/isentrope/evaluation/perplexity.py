@@ -150,10 +150,19 @@ def builds_mask(model: PreTrainedModel, length: int) -> bool:
 def read_in_chunks(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None) -> Tensor:
     """Compute the hidden states (batch, tokens, size) chunk after chunk with a cache: the same up to rounding."""
     decoder, cache = get_decoder(model), DynamicCache(config=model.config) if cache is None else cache
-    chunks = ids.split(max(1, MAX_MASK // ids.shape[1]), dim=1)
+    chunks = ids.split(_chunk_size(ids.shape[1]), dim=1)
     return torch.cat(
         [decoder(input_ids=chunk, past_key_values=cache, use_cache=True).last_hidden_state for chunk in chunks], dim=1
     )
+
+
+def count_chunks(model: PreTrainedModel, length: int) -> int:
+    """Return in how many chunks `token_losses` reads a text."""
+    return -(-length // _chunk_size(length)) if builds_mask(model, length) else 1
+
+
+def _chunk_size(length: int) -> int:
+    return max(1, MAX_MASK // length)
 
 
 def differentiable_losses(model: PreTrainedModel, tokens: Tensor) -> Tensor:

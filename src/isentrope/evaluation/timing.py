@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isentrope.core.caching import clear_caches
 from isentrope.evaluation.loading import identify_model
-from isentrope.evaluation.perplexity import summarize_error, token_losses
+from isentrope.evaluation.perplexity import count_chunks, summarize_error, token_losses
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import TIMES, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
@@ -61,9 +63,11 @@ def measure_times(model: PreTrainedModel, text: Text, store: ResultsStore, recip
     run = collect_provenance() | {"transformers": transformers.__version__}
     for recipe in recipes:
         cell: dict[str, Any] = {"recipe": recipe, "seconds": [], "peak_bytes": None, "failed": None, "run": run}
+        clear_caches(keep_compiled=True)  # or the peak would have the tables of earlier recipes in it
+        gc.collect()
         try:
             with under_recipe(model, recipe):
-                cell |= time_passes(model, tokens)
+                cell |= {"chunks": count_chunks(model, len(tokens))} | time_passes(model, tokens)
         except Exception as error:  # whatever one recipe fails with, the others are timed
             cell["failed"] = summarize_error(error) or type(error).__name__
         if model.device.type == "cuda":

@@ -144,11 +144,15 @@ class ComparisonPlan:
             texts = {k: v for k, v in part.texts.items() if not kinds or k in kinds} if part else {}
             parts[name] = replace(part, texts=texts) if texts else None
         recipes = tuple(recipe for recipe in self.recipes if not any(text in recipe for text in without))
+        if only == TIME and parts["perplexity"] is None:
+            raise ValueError(f"plan {self.name}: time is that of reading a text of its perplexity, and none is left")
         if not recipes or parts == dict.fromkeys(PARTS):
             raise ValueError(f"plan {self.name}: nothing is left to measure; choose other parts, kinds or recipes")
         if only == TIME:
             kind, file = next(iter(parts["perplexity"].texts.items()))
             parts["perplexity"] = replace(parts["perplexity"], documents=1, texts={kind: file})
+            if not any(text in PLAIN for text in without):
+                recipes = tuple(dict.fromkeys((PLAIN, *recipes)))  # what times are relative to
         return replace(self, recipes=recipes, timed=only == TIME, **parts)
 
 

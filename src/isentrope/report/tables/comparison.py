@@ -101,8 +101,10 @@ def explain_columns(board: ComparisonBoard) -> str:
     parts = []
     if board["cells"]:
         parts.append("Sorted by answers found, then by perplexity; on the front no other recipe is better in both.")
-    else:
+    elif board["texts"]:
         parts.append("Sorted by perplexity; retrieval is not measured.")
+    else:
+        parts.append("In the order of the plan; time alone is measured.")
     texts = ", ".join(f"{count} {kind}" for kind, count in board["texts"].items())
     if texts:
         has_intervals = any(row["ratio_low"] is not None for row in board["rows"])
@@ -120,7 +122,7 @@ def explain_columns(board: ComparisonBoard) -> str:
     plain = next((row for row in board["rows"] if row["recipe"] == "plain"), None)
     if plain and plain["seconds"]:
         peak = f" and {plain['peak_bytes'] / GIB:.1f} GiB at the peak" if plain["peak_bytes"] else ""
-        parts.append(f"{_explain_times(board)}; plain {plain['seconds']:.2f} s{peak}.")
+        parts.append(f"{_explain_times(board)} {plain['seconds']:.2f} s{peak}.")
     return " ".join(parts)
 
 
@@ -128,13 +130,15 @@ def _explain_times(board: ComparisonBoard) -> str:
     if (times := board["times"]) is None:
         return (
             f"Time and memory: of the fastest forward pass of {board['edges'][-1]:,} tokens that was made for "
-            "perplexity, while other programs may have shared the device"
+            "perplexity, while other programs may have shared the device; plain"
         )
     is_slow = any(row["passes"] == 1 for row in board["rows"])
     once = f" (one where it takes over {times['slow_seconds']:g} s)" if is_slow else ""
+    versions = f", under PyTorch and commits {', '.join(times['versions'])}" if times["versions"] else ""
+    chunks = f" in {times['chunks']} chunks, as its mask would take gigabytes," if times["chunks"] > 1 else ""
     return (
-        f"Time and memory: median of {times['passes']} forward passes of {times['length']:,} tokens{once}, one recipe "
-        f"after another on {times['device']} with nothing else asked of it"
+        f"Time and memory: median of {times['passes']} passes over {times['length']:,} tokens{once}, one recipe after "
+        f"another on {times['device']}, in a run meant to have it alone{versions}; plain{chunks}"
     )
 
 
