@@ -245,16 +245,16 @@ def render_share_found_elsewhere() -> str:
 
 
 GAU = {"statutes": "statutes", "Chinese novels": "novels", "English books": "books"}
-GAU_ROWS = {
-    "ReRoPE 64": ("ReRoPE", "plain"), "+ InfoScale": ("ReRoPE", "I.S."), "+ LogN": ("ReRoPE", "LogN"),
-    "+ Power": ("ReRoPE", "Power"), "**+ share (β = ½)**": ("ReRoPE", "β = 0.5"),
-    "+ share, β = 1": ("ReRoPE", "β = 1"), "+ prior": ("ReRoPE", "β = 1, all keys"),
-    "+ prior + Power on far keys": ("ReRoPE", "β = 1, all keys, Power far"),
-    "fitted (β, γ of far keys)": ("ReRoPE", "fitted"),
-    "SelfExtend 32/128": ("SelfExtend", "plain"), "SelfExtend + InfoScale": ("SelfExtend", "I.S."),
-    "SelfExtend + share (β = ½)": ("SelfExtend", "β = 0.5"), "SelfExtend + share, β = 1": ("SelfExtend", "β = 1"),
-    "windowed 64": ("Windowed", "plain"),
+GAU_LAWS = {
+    "": "plain", "+ InfoScale": "I.S.", "+ LogN": "LogN", "+ Power": "Power", "**+ share (β = ½)**": "β = 0.5",
+    "+ share, β = 1": "β = 1", "+ prior": "β = 1, all keys",
+    "+ prior + Power on far keys": "β = 1, all keys, Power far", "fitted (β, γ of far keys)": "fitted",
 }  # fmt: skip
+GAU_METHODS = {"ReRoPE 64": "ReRoPE", "Leaky ReRoPE 32/128": "Leaky ReRoPE", "SelfExtend 32/128": "SelfExtend"}
+GAU_ROWS = [
+    *((law or name, (method, variant)) for name, method in GAU_METHODS.items() for law, variant in GAU_LAWS.items()),
+    ("windowed 64", ("Windowed", "plain")),
+]
 
 
 def load_gau(folder: str) -> Grid:
@@ -271,7 +271,7 @@ def render_share_gau() -> str:
     """Print accuracy and perplexity of GAU-α at 4096 characters under each law."""
     grids = [load_gau(folder) for folder in GAU.values()]
     lines = [f"| ACC (PPL) | {' | '.join(GAU)} |", "|---" * (len(GAU) + 1) + "|"]
-    for name, row in GAU_ROWS.items():
+    for name, row in GAU_ROWS:
         cells = []
         for grid in grids:
             accuracy, perplexity = read_gau(grid, row, "acc"), read_gau(grid, row, "ppl")
@@ -285,29 +285,38 @@ FIT_NAMES = {"infoscale": "InfoScale", "logn": "LogN", "power": "Power", "scalar
 FIT_NAMES |= {"layer": "fitted by layer", "head": "fitted by head"}
 
 
+FITTED_MODELS = {  # how the folders of their fits begin
+    "the Llama that ships, 256 → 2048": "llama",
+    "stories15M, 256 → 1024": "stories15M",
+    "TinyLlama, 2048 → 8192": "tinyllama",
+    "TinyLlama, 2048 → 32,768": "tinyllama-32k",
+    "SmolLM2, 8192 → 32,768": "smollm2",
+    "SmolLM2, 8192 → 131,072": "smollm2-131k",
+    "Gemma-3-270M, 32,768 → 131,072": "gemma",
+}
+FITTED_METHODS = {"ReRoPE": "", "SelfExtend": "-selfextend", "Leaky ReRoPE": "-leakyrerope"}
+
+
 def render_share_fits() -> str:
-    """Print held-out perplexity beyond the training length against the closed law, of each fitted model."""
-    names = {
-        "the Llama that ships": "llama-calibrate/calibrate.json",
-        "the same, SelfExtend": "llama-selfextend-calibrate/calibrate.json",
-        "the same, Leaky ReRoPE": "llama-leakyrerope-calibrate/calibrate.json",
-        "stories15M": "stories15M-calibrate/calibrate.json",
-        "TinyLlama": "tinyllama-calibrate/calibrate.json",
-        "TinyLlama at 32,768": "tinyllama-32k-calibrate/calibrate.json",
-        "SmolLM2": "smollm2-calibrate/calibrate.json",
-        "SmolLM2 at 131,072": "smollm2-131k-calibrate/calibrate.json",
-        "Gemma-3-270M": "gemma-calibrate/calibrate.json",
-    }
-    rows: dict[str, list[str]] = {name: [] for name in FITS}
-    for file in names.values():
-        data = json.loads((HERE / "share" / file).read_text(encoding="utf-8"))
-        candidates: dict[str, dict[str, Any]] = {candidate["name"]: candidate for candidate in data["candidates"]}
-        for name, cells in rows.items():
-            against = candidates.get(name, {}).get("against", {}).get("closed")
-            values = [against[key][-1] for key in ("percent", "low", "high")] if against else []
-            cells.append("{:+.2f} % ({:+.2f} to {:+.2f})".format(*values).replace("-", "−") if values else MISSING)
-    lines = ["| against `share`, held out | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {FIT_NAMES.get(name, name)} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    """Print held-out perplexity beyond the training length against the closed law, of each fitted model and method."""
+    titles = ["against `share`, held out", "β, γ of the pair", *(FIT_NAMES.get(name, name) for name in FITS)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for model, prefix in FITTED_MODELS.items():
+        for method, middle in FITTED_METHODS.items():
+            folder = f"{prefix}{middle}-calibrate"
+            path = HERE / "share" / folder / "calibrate.json"
+            if not path.exists():
+                continue
+            data = json.loads(path.read_text(encoding="utf-8"))
+            candidates: dict[str, dict[str, Any]] = {candidate["name"]: candidate for candidate in data["candidates"]}
+            beta, gamma = data["fits"]["scalar"]["values"][0][0]
+            links = f"[numbers]({folder}/calibrate.json), [figure]({folder}/calibrate.png)"
+            cells = [f"{model}: {method} ({links})", f"{beta:.2f}, {gamma:.3f}".replace("-", "−")]
+            for name in FITS:
+                against = candidates.get(name, {}).get("against", {}).get("closed")
+                values = [against[key][-1] for key in ("percent", "low", "high")] if against else []
+                cells.append("{:+.2f} % ({:+.2f} to {:+.2f})".format(*values).replace("-", "−") if values else MISSING)
+            lines.append(f"| {' | '.join(cells)} |")
     return join_lines(lines)
 
 
