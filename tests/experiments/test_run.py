@@ -192,6 +192,22 @@ def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_pat
     assert (out / "small" / "results.jsonl").read_bytes() == (done / "small" / "results.jsonl").read_bytes()
 
 
+def test_a_run_cut_off_in_training_has_the_cells_of_what_was_trained(plan, corpus, tmp_path, monkeypatch):
+    plain, said = checkpoints.train, []
+
+    def train(*arguments):
+        if len(said) == 3:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(checkpoints, "train", train)
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan, tmp_path, corpus, said.append)
+    assert said == ["training base, seed 0", "training dot, seed 0", "training dot, seed 1"]
+    # dot at seed 0: two recipes at three lengths, one of which no document has
+    assert plan_status(plan, tmp_path) == {"plan": "small", "cells": 24, "done": 4, "failed": 2}
+
+
 def test_plans_share_cells_and_checkpoints(done, corpus, monkeypatch):
     seen = counting(monkeypatch)
     part = plans.parse_plan("part", PLAN + "variants: [plain, I.S.]")

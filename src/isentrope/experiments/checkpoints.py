@@ -68,6 +68,7 @@ def prepare_checkpoints(
     notify: Callable[[str], None],
     compile: bool | None = None,
     skip: Collection[tuple[str, int]] = (),
+    on_ready: Callable[[Trained], None] = lambda trained: None,
 ) -> Trained:
     """Return every checkpoint of the plan for every seed, training those that are missing.
 
@@ -80,6 +81,7 @@ def prepare_checkpoints(
         notify: Receives a message for each training.
         compile: Whether trainings are compiled; None compiles long ones on a GPU.
         skip: Names and seeds of checkpoints that are not trained.
+        on_ready: Receives every other checkpoint once it is there, before the next is trained.
     """
     builder = _CheckpointBuilder(corpus, out, notify, compile)
     trained: Trained = {}
@@ -100,8 +102,11 @@ def prepare_checkpoints(
                 model = builder.build(spec, seed, trained.get((str(start), seed)), trains)
             remaining.remove((spec, seed))
             wait = False
-            for other in (seed, *(plan.seeds if len(plan.seeds_of(spec.name)) == 1 else ())):
-                trained[spec.name, other] = model
+            seeds = plan.seeds if len(plan.seeds_of(spec.name)) == 1 else (seed,)
+            ready = {(spec.name, each): model for each in (seed, *seeds)}
+            trained |= ready
+            if trains:
+                on_ready(ready)
         wait = len(remaining) == before
     return trained
 

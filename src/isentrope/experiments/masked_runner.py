@@ -70,21 +70,31 @@ def run_masked_plan(
     state = PartialState()
     prepared = _open_corpus(plan, out, corpus)
     dtype = resolve_device(state.device.type)[1]
-    measured = _find_measured(plan, prepared, out, dtype)
-    trained = prepare_checkpoints(plan, prepared, out, notify, compile, measured)
-    cells = list(_list_cells(plan, prepared, trained, dtype))
-    if state.is_main_process:
-        (out / plan.name).mkdir(parents=True, exist_ok=True)
-        write_json(out / plan.name / "cells.json", [cell.key for cell in cells])
     evaluator = _CellEvaluator(plan, prepared, out, state.device, dtype)
+
+    def measure_trained(trained: Trained) -> None:
+        """Measure what no other process has begun, so that a run cut off has numbers of every checkpoint it trained."""
+        for cell in _claim_cells(_group_by_model(list_cells(trained)), out, is_helper=True):
+            evaluator.measure(cell)
+
+    def list_cells(trained: Trained) -> list[MaskedCell]:
+        return list(_list_cells(plan, prepared, trained, dtype))
+
+    planned = list_cells(identify_checkpoints(plan, prepared, out))
+    _write_keys(plan, planned, out)
+    # processes that train together measure when all is trained
+    on_ready = measure_trained if state.num_processes == 1 else lambda trained: None
+    skip = _find_measured(plan, planned, out)
+    trained = prepare_checkpoints(plan, prepared, out, notify, compile, skip, on_ready)
+    cells = list_cells(trained)
+    _write_keys(plan, cells, out)
     groups = _group_by_model(cells)
     # split before checking which cells exist: processes may check at different times
     local_cells = _claim_cells(groups[state.process_index :: state.num_processes], out, is_helper)
     for cell in track_progress(
         local_cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)
     ):
-        if not is_done(out, cell.key):
-            evaluator.measure(cell)
+        evaluator.measure(cell)
     state.wait_for_everyone()
     if state.is_main_process and not is_helper:
         _write_results(plan, prepared, trained, cells, out)
@@ -121,12 +131,14 @@ def _open_corpus(plan: MaskedPlan, out: Path, folder: str | Path | None) -> Prep
 
 
 def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtype: torch.dtype) -> Iterator[MaskedCell]:
+    """List the cells of some checkpoints, in the plan's order."""
     partition = hash_partition(corpus)
     protocol = {key: value for key, value in asdict(plan.protocol).items() if key != "batch"}
     for row in plan.rows:
         for length in plan.lengths:
             for seed in plan.seeds_of(row.checkpoint):
-                model = trained[row.checkpoint, seed]
+                if (model := trained.get((row.checkpoint, seed))) is None:
+                    continue
                 content = [CELL_FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, partition]
                 content += [str(dtype), ENTROPY_DOCUMENTS if plan.entropy else 0]
                 content += [f"fit {FIT_FORMAT}"] if row.fit else []
@@ -134,21 +146,23 @@ def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtyp
                 yield MaskedCell(row, length, replace(model, seed=seed), key)
 
 
-def _find_measured(plan: MaskedPlan, corpus: PreparedCorpus, out: Path, dtype: torch.dtype) -> set[tuple[str, int]]:
+def _write_keys(plan: MaskedPlan, cells: list[MaskedCell], out: Path) -> None:
+    """Write which cells are the plan's, for `masked_plan_status`."""
+    if PartialState().is_main_process:
+        (out / plan.name).mkdir(parents=True, exist_ok=True)
+        write_json(out / plan.name / "cells.json", [cell.key for cell in cells])
+
+
+def _find_measured(plan: MaskedPlan, cells: list[MaskedCell], out: Path) -> set[tuple[str, int]]:
     """Find the checkpoints, by name and seed, that all cells of a plan have been measured with: none need training."""
-    trained = identify_checkpoints(plan, corpus, out)
-    missing = {
-        (cell.row.checkpoint, cell.trained.seed)
-        for cell in _list_cells(plan, corpus, trained, dtype)
-        if not is_done(out, cell.key)
-    }
+    missing = {(cell.row.checkpoint, cell.trained.seed) for cell in cells if not is_done(out, cell.key)}
     for spec in reversed(plan.required_checkpoints()):  # what a missing one starts from is missing too
         start = (spec.train or {}).get("model")
         if start in plan.checkpoints:
             missing |= {(start, seed) for seed in plan.seeds if (spec.name, seed) in missing}
             if len(plan.seeds_of(start)) == 1 and any(name == start for name, _ in missing):
                 missing |= {(start, seed) for seed in plan.seeds}
-    return set(trained) - missing
+    return {(name, seed) for name in plan.checkpoints for seed in plan.seeds} - missing
 
 
 def _group_by_model(cells: list[MaskedCell]) -> list[list[MaskedCell]]:
@@ -182,10 +196,14 @@ class _CellEvaluator:
         self.validation = corpus.documents("validation"), corpus.hashes("validation")
         self.mask_token: int = read_tokenizer(corpus.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)  # folder and recipe, model
+        self.tried: set[str] = set()  # keys; what fails is not tried twice in a run
         self.provenance = {key: value for key, value in collect_provenance().items() if key != "date"}
 
     def measure(self, cell: MaskedCell) -> None:
-        """Write the numbers of a cell, or why there are none."""
+        """Write the numbers of a cell, or why there are none, unless it is done."""
+        if cell.key in self.tried or is_done(self.out, cell.key):
+            return
+        self.tried.add(cell.key)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         numbers: dict[str, Any] = dict.fromkeys(MASKED_METRICS)
