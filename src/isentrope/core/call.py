@@ -162,14 +162,15 @@ class AttentionCall:
     def fold_branch(self, branch: RotatedBranch, k: Tensor | None = None) -> FoldedBranch:
         """Return a branch with everything folded; its keys may be given if they are folded already."""
         assert branch.entropy_law is None, "measure the entropy first"
-        q = rotate_and_scale(self.q, self._get_angles(branch, "query"), branch.tau, self.normalise, self.interleaved)
+        angles = branch.query_angles if branch.traced is None else self._widen_angles(branch, "query")
+        q = rotate_and_scale(self.q, angles, branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch) if k is None else k
         laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
         return FoldedBranch(q, k, self.v, self.scale, branch.region, self.layout, *laws, branch.traced)
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
-        k, angles = self.k, self._get_angles(branch, "key")
+        k, angles = self.k, branch.key_angles if branch.traced is None else self._widen_angles(branch, "key")
         if count is not None:
             k, angles = k[:, :, :count], angles and (angles[0][:, :, :count], angles[1][:, :, :count])
         elif angles is not None and (seen := self._find_seen_keys(branch)) is not None:
@@ -179,10 +180,11 @@ class AttentionCall:
             return torch.cat((k[:, :, : seen.start], inside, k[:, :, seen.stop :]), 2)
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
 
-    def _get_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
-        """Return the angles of queries or keys; in a graph widened, once for its layers."""
+    def _widen_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
+        """Return the angles of queries or keys in a graph: of whole vectors widened, once for its layers."""
+        assert branch.traced is not None
         angles = branch.query_angles if kind == "query" else branch.key_angles
-        if branch.traced is None or angles is None or self.interleaved or 2 * angles[0].shape[-1] != self.q.shape[3]:
+        if angles is None or self.interleaved or 2 * angles[0].shape[-1] != self.q.shape[3]:
             return angles
         return branch.traced.get(kind, lambda: widen_angles(angles))
 

@@ -38,7 +38,7 @@ def launch(
         (-(-length // rows), -(-heads // HEADS_PER_PROGRAM), batch),
         (x, y, unused if cos is None else cos, unused if sin is None else sin, unused if tau is None else tau),
         (
-            *x.stride()[:3], *y.stride()[:3], *broadcast_strides(cos, 0, 2), *broadcast_strides(tau, 0, 1, 2),
+            *list_strides(x, y), *broadcast_strides(cos, 0, 2), *broadcast_strides(tau, 0, 1, 2),
             heads, length,
         ),
         {
@@ -49,6 +49,18 @@ def launch(
         {"enable_fp_fusion": not rounded},  # a fused product would not be rounded
     )  # fmt: skip
     return y
+
+
+def list_strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of tensors (batch, heads, length, d) but the last, those of a single row as 0.
+
+    These may be anything, and from 2³¹ on a kernel would be compiled for a longer integer.
+    """
+    strides: list[int] = []
+    for x in tensors:
+        batch, head, row, _ = x.stride()
+        strides += (0 if x.shape[0] == 1 else batch, head, row)
+    return strides
 
 
 def broadcast_strides(x: Tensor | None, *axes: int) -> list[int]:
@@ -78,8 +90,8 @@ def _round(product, dtype: tl.constexpr):
     return product.to(dtype).to(tl.float32)
 
 
-# arguments that change with the length are not specialised: one kernel serves all lengths
-@triton.jit(do_not_specialize=["angle_batch", "tau_batch", "tau_head", "length"])
+# arguments that change with length or heads are not specialised: one kernel serves them all
+@triton.jit(do_not_specialize=["angle_batch", "tau_batch", "tau_head", "heads", "length"])
 def _rotate_and_scale(
     x, y, cos, sin, tau,
     x_batch, x_head, x_row, y_batch, y_head, y_row, angle_batch, angle_row, tau_batch, tau_head, tau_row,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.core.compile import device_context
+from isentrope.core.rotation_kernel import list_strides
 
 # queries and keys per block, pipeline stages and warps, by head size
 BLOCKS = {32: (64, 64, 2, 4), 64: (64, 64, 2, 4), 128: (32, 64, 2, 8), 256: (32, 32, 1, 8)}
@@ -55,7 +56,7 @@ def launch(
     lse, delta = lse.contiguous(), delta.contiguous()
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     tensors = q, k, v, grad, lse, delta, low, high
-    strides = [stride for x in (q, k, v, grad) for stride in x.stride()[:3]]
+    strides = list_strides(q, k, v, grad)
     numbers = heads, queries, keys, 0 if low.shape[0] == 1 else low.stride(0), scale / log(2), scale
     constants = {
         "GROUPS": heads // kv_heads, "SIZE": size, "VALUE_SIZE": value_size, "ROWS": rows, "COLUMNS": columns,
@@ -97,7 +98,7 @@ def _differentiate(q_block, k_block, v_block, g_block, lse, delta, low, high, co
     return p, p * (dp - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "interval_batch"])
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "interval_batch"])
 def _compute_dq(
     q, k, v, grad, lse, delta, lows, highs, dq, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     g_batch, g_head, g_row, heads, queries, keys, interval_batch, score_scale, scale,
@@ -133,7 +134,7 @@ def _compute_dq(
     tl.store(pointer, (acc * scale).to(dq.dtype.element_ty), mask=valid[:, None])
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "interval_batch", "range_batch"])
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "interval_batch", "range_batch"])
 def _compute_dkv(
     q, k, v, grad, lse, delta, lows, highs, ranges, dk, dv, q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, g_batch, g_head, g_row, heads, queries, keys, interval_batch, score_scale, scale,

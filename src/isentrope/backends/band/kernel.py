@@ -18,7 +18,7 @@ from isentrope.core.caching import MAX_DEVICES, bounded_cache
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation import Angles
-from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
+from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
 # Queries and keys per block, pipeline stages and warps, by head size. Up to 128 two blocks fit on a multiprocessor, so
 # that one multiplies while the other computes exponentials, and with up to 32 sinks no registers spill.
@@ -86,8 +86,8 @@ def launch(
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
     rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
     # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
-    strides = queries * heads * value_size, value_size, heads * value_size, 1
-    out = q.new_empty_strided((batch, heads, queries, value_size), strides)
+    order = queries * heads * value_size, value_size, heads * value_size, 1
+    out = q.new_empty_strided((batch, heads, queries, value_size), order)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if batch == 0:
         return out, lse
@@ -99,6 +99,7 @@ def launch(
     head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
     described = has_copy_engine(q.device)
     k_blocks, v_blocks = (describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
+    strides = list_strides(q, v, sink_keys, far_out, k)
     launch_kernel(
         _band,
         (-(-queries // rows), heads, batch),
@@ -110,13 +111,13 @@ def launch(
             head_slopes, key_norms,
         ),
         (
-            *q.stride()[:3], *v.stride()[:3], *sink_keys.stride()[:3],
+            *strides[:9],
             *broadcast_strides(angles and cos, 0, 2), *broadcast_strides(sink_angles and sink_cos, 0, 2),
             *broadcast_strides(tau, 0, 1, 2), *broadcast_strides(sink_tau, 0, 1, 2),
             *broadcast_strides(sink_offset, 0, 1, 2),
-            *far_out.stride()[:3], *far_lse.stride(),
+            *strides[9:12], *far_lse.stride(),
             heads, queries, keys, left, right, sinks, first, first + far_out.shape[2], scale / log(2),
-            *broadcast_strides(lows, 0), *k.stride()[:3],
+            *broadcast_strides(lows, 0), *strides[12:],
         ),
         {
             "GROUPS": heads // kv_heads, "SIZE": size, "VALUE_SIZE": value_size, "ROWS": rows, "COLUMNS": columns,
@@ -226,11 +227,11 @@ def _attend_blocks(row_max, row_sum, acc, gap, q_block, k, v, batch, head, posit
     return row_max, row_sum, acc, gap
 
 
-# arguments that change with the length are not specialised: one kernel serves all lengths
+# arguments that change with length or heads are not specialised: one kernel serves them all
 @triton.jit(do_not_specialize=[
     "angle_batch", "sink_angle_batch", "tau_batch", "tau_head", "sink_tau_batch", "sink_tau_head",
     "sink_offset_batch", "sink_offset_head", "far_lse_batch", "far_lse_head",
-    "queries", "keys", "left", "right", "sinks", "first", "last", "interval_batch",
+    "heads", "queries", "keys", "left", "right", "sinks", "first", "last", "interval_batch",
 ])  # fmt: skip
 def _band(
     q, k_blocks, v_blocks, v, sink_keys, out, lse, cos, sin, sink_cos, sink_sin, tau, sink_tau, sink_offset,

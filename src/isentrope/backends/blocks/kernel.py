@@ -18,6 +18,7 @@ from isentrope.backends.merge import PartialOutput
 from isentrope.backends.softmax_kernel import accumulate
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import device_context
+from isentrope.core.rotation_kernel import list_strides
 
 LN2 = tl.constexpr(log(2))
 # Rows and keys of a tile, pipeline stages and warps, by head size: the shapes that are fastest for the band kernel.
@@ -39,7 +40,7 @@ def launch(branch: FoldedBranch) -> PartialOutput:
     index = chosen.index.to(torch.int32).contiguous()
     with device_context(q):
         _attend_group[(groups.count * tiles, kv_heads, batch)](
-            q, k, v, index, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            q, k, v, index, out, lse, *list_strides(q, k, v),
             heads, queries, groups.keys, groups.count, groups.lead, groups.window, branch.scale / log(2),
             SHARED=branch.groups, QUERIES=choice.queries, BLOCKS=choice.blocks, BLOCK_SIZE=choice.size,
             FIRST_BLOCK=choice.first_block, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns, TILES=tiles,
@@ -82,7 +83,7 @@ def _attend_keys(row_max, row_sum, acc, q_block, k, v, column, visible, k_row, v
     return row_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "count", "lead", "window"])
+@triton.jit(do_not_specialize=["heads", "queries", "keys", "count", "lead", "window"])
 def _attend_group(
     q, k, v, index, out, lse, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, queries, keys, count, lead, window, scale,

@@ -57,21 +57,21 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: OneQueryPlan) ->
     tile = min(MAX_TILE_KEYS, MAX_TILE_BYTES // (size * q.element_size()))
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2)
     shared = {
-        "KV_HEADS": kv_heads, "GROUPS": heads // kv_heads, "ROWS": plan.padded_groups, "HALF": size // 2,
+        "GROUPS": heads // kv_heads, "ROWS": plan.padded_groups, "HALF": size // 2,
         "CHOICES": choice.blocks, "BLOCK_SIZE": choice.size, "JOINT": plan.joint, "NORMALISE": plan.normalise,
         "IEEE": q.dtype == torch.float32,
     }  # fmt: skip
     with device_context(q):
         _score_and_choose[(pairs, -(-plan.candidates // per_program))](
             q, k, scratch, integers, *far.tables, far.tau, *strides, far.tau_head, far.key_row, plan.candidates,
-            choice.first_block, per_program, scale,
+            choice.first_block, per_program, kv_heads, scale,
             TILE=min(tile, plan.padded_block), PADDED=plan.padded_candidates,
             TAU=far.has_tau, ROTATE_Q=far.rotates_queries, ROTATE_K=far.rotates_keys, **shared,
         )  # fmt: skip
         _attend_chosen[(pairs, splits)](
             q, k, v, scratch, integers, out, lse, *near.tables, *far.tables, near.tau, far.tau, near.offset, far.offset,
             *strides, *v.stride()[:3], near.tau_head, far.tau_head, near.offset_head, far.offset_head,
-            near.key_row, far.key_row, keys, plan.window, plan.tail, lse_start, out_start, scale,
+            near.key_row, far.key_row, keys, plan.window, plan.tail, lse_start, out_start, kv_heads, scale,
             FIRST_KEYS=choice.first_block * choice.size, VALUE_SIZE=value_size, TILE=tile, SPLITS=splits,
             NEAR_TAU=near.has_tau, FAR_TAU=far.has_tau, NEAR_OFFSET=near.has_offset, FAR_OFFSET=far.has_offset,
             ROTATE_NEAR_Q=near.rotates_queries, ROTATE_NEAR_K=near.rotates_keys, ROTATE_FAR_Q=far.rotates_queries,
@@ -110,17 +110,17 @@ def _choose_largest(share, lane, candidates, first_block, index, CHOICES: tl.con
     tl.store(index + place, lane + first_block, mask=taken)
 
 
-@triton.jit(do_not_specialize=["candidates", "per_program"])
+@triton.jit(do_not_specialize=["candidates", "per_program", "kv_heads"])
 def _score_and_choose(
     q, k, best, integers, cos_q, sin_q, cos_k, sin_k, tau, q_batch, q_head, k_batch, k_head, k_key, tau_head, angle_row,
-    candidates, first_block, per_program, scale,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, CHOICES: tl.constexpr,
+    candidates, first_block, per_program, kv_heads, scale,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, JOINT: tl.constexpr, NORMALISE: tl.constexpr, IEEE: tl.constexpr, TILE: tl.constexpr,
     PADDED: tl.constexpr, TAU: tl.constexpr, ROTATE_Q: tl.constexpr, ROTATE_K: tl.constexpr,
 ):  # fmt: skip
     """Score a few blocks for the query heads of one key head; the last program chooses for all of them."""
     pair = tl.program_id(0)
-    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
     row, lane = tl.arange(0, ROWS), tl.arange(0, HALF)
     head = kv_head * GROUPS + row
     factor = tl.full((ROWS,), 1.0, tl.float32)
@@ -129,7 +129,7 @@ def _score_and_choose(
     q_pointer = q + batch * q_batch + head[:, None].to(tl.int64) * q_head + lane[None, :]
     qa, qb = _load_queries(q_pointer, row, factor, cos_q, sin_q, lane, GROUPS, HALF, ROTATE_Q, NORMALISE)
     keys = k + batch * k_batch + kv_head.to(tl.int64) * k_head
-    best_row = best + (batch * KV_HEADS * GROUPS + head) * candidates
+    best_row = best + (batch * kv_heads * GROUPS + head) * candidates
     first = tl.program_id(1) * per_program
     for block in range(first, tl.minimum(first + per_program, candidates)):
         top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -146,9 +146,9 @@ def _score_and_choose(
         tl.store(best_row + block, top, mask=row < GROUPS)
 
     # heads that choose together, and the programs that score for them
-    together = pair // KV_HEADS if JOINT else pair
-    heads: tl.constexpr = KV_HEADS * GROUPS if JOINT else GROUPS
-    programs = tl.num_programs(1) * (KV_HEADS if JOINT else 1)
+    together = pair // kv_heads if JOINT else pair
+    heads = kv_heads * GROUPS if JOINT else GROUPS
+    programs = tl.num_programs(1) * (kv_heads if JOINT else 1)
     if _count_finished(integers + together) == programs - 1:
         place = tl.arange(0, PADDED)
         share = tl.zeros((PADDED,), tl.float32)
@@ -162,13 +162,13 @@ def _score_and_choose(
         _choose_largest(share / heads, place, candidates, first_block, index, CHOICES)
 
 
-@triton.jit(do_not_specialize=["keys", "tail", "lse_start", "out_start"])
+@triton.jit(do_not_specialize=["keys", "tail", "lse_start", "out_start", "kv_heads"])
 def _attend_chosen(
     q, k, v, scratch, integers, out, lse, cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
     tau0, tau1, offset0, offset1, q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key,
     tau0_head, tau1_head, offset0_head, offset1_head, angle0_row, angle1_row,
-    keys, window, tail, lse_start, out_start, scale,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, CHOICES: tl.constexpr,
+    keys, window, tail, lse_start, out_start, kv_heads, scale,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, JOINT: tl.constexpr, NORMALISE: tl.constexpr, IEEE: tl.constexpr,
     FIRST_KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     NEAR_TAU: tl.constexpr, FAR_TAU: tl.constexpr, NEAR_OFFSET: tl.constexpr, FAR_OFFSET: tl.constexpr,
@@ -176,7 +176,7 @@ def _attend_chosen(
 ):  # fmt: skip
     """Attend to one split of the keys that are seen: chosen blocks, first keys, and all from `tail` on."""
     pair, split = tl.program_id(0), tl.program_id(1)
-    batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
     row, lane, value_lane = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, VALUE_SIZE)
     head = kv_head * GROUPS + row
     one = tl.full((ROWS,), 1.0, tl.float32)
@@ -195,7 +195,7 @@ def _attend_chosen(
     k += batch * k_batch + kv_head.to(tl.int64) * k_head
     v += batch * v_batch + kv_head.to(tl.int64) * v_head
     pairs = tl.num_programs(0)
-    index = integers + 2 * pairs + (pair // KV_HEADS if JOINT else pair) * CHOICES
+    index = integers + 2 * pairs + (pair // kv_heads if JOINT else pair) * CHOICES
 
     # keys that are seen, counted without gaps; the last `window` are near
     chosen_keys: tl.constexpr = CHOICES * BLOCK_SIZE
@@ -242,7 +242,7 @@ def _attend_chosen(
     partial_lse, partial_out = scratch + lse_start, scratch + out_start
     split_valid = row_sum > 0  # there may be fewer keys than splits
     denominator = tl.where(split_valid, row_sum, 1.0)
-    place = (batch * KV_HEADS * GROUPS + head) * SPLITS + split
+    place = (batch * kv_heads * GROUPS + head) * SPLITS + split
     split_lse = tl.where(split_valid, row_max + tl.log(denominator), float("-inf"))
     tl.store(partial_lse + place, split_lse, mask=row < GROUPS)
     out_pointer = partial_out + place[:, None] * VALUE_SIZE + value_lane[None, :]

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.core.compile import device_context
+from isentrope.core.rotation_kernel import list_strides
 
 BLOCKS_PER_PROGRAM = 8
+MIN_ROWS = 16  # that tensor cores take
 
 
 def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
@@ -28,12 +30,12 @@ def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     batch, heads, queries, size = q.shape
     blocks = k.shape[2] // block_size
     best = torch.empty(batch, heads, blocks, queries, dtype=torch.float32, device=q.device)
-    rows = min(64 if size > 128 else 128, max(16, triton.next_power_of_2(queries)))
+    rows = MIN_ROWS if queries <= MIN_ROWS else 64 if size > 128 else 128  # two kernels for all lengths
     columns = min(8192 // size, 128, max(16, triton.next_power_of_2(block_size)))
     grid = (triton.cdiv(queries, rows), triton.cdiv(blocks, BLOCKS_PER_PROGRAM), batch * heads)
     with device_context(q):
         _score_blocks[grid](
-            q, k, best, *q.stride()[:3], *k.stride()[:3], heads, queries, blocks,
+            q, k, best, *list_strides(q, k), heads, queries, blocks,
             SHARED=heads // k.shape[1], BLOCK_SIZE=block_size, SIZE=size, ROWS=rows, COLUMNS=columns,
             PER_PROGRAM=BLOCKS_PER_PROGRAM, IEEE=q.dtype == torch.float32,
             num_warps=8 if rows == 128 else 4, num_stages=2,
@@ -41,7 +43,7 @@ def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     return best.mT
 
 
-@triton.jit(do_not_specialize=["queries", "blocks"])
+@triton.jit(do_not_specialize=["heads", "queries", "blocks"])
 def _score_blocks(
     q, k, best, q_batch, q_head, q_row, k_batch, k_head, k_row, heads, queries, blocks,
     SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from isentrope.core.compile import device_context
+from isentrope.core.rotation_kernel import list_strides
 
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
+MAX_ROWS = 64
 TILE_ENTRIES = 8192  # of keys
 
 
@@ -32,10 +34,10 @@ def launch(q: Tensor, k: Tensor, first: int, ends: Tensor, votes: int) -> Tensor
     """
     batch, heads, queries, size = q.shape
     slots = torch.empty(batch, heads, queries, votes, dtype=torch.int32, device=q.device)
-    rows = min(64, max(MIN_MATRIX_SIZE, triton.next_power_of_2(queries)))
+    rows = MIN_MATRIX_SIZE if queries <= MIN_MATRIX_SIZE else MAX_ROWS  # two kernels for all lengths
     with device_context(q):
         _vote[(triton.cdiv(queries, rows), batch * heads)](
-            q, k, slots, ends.to(torch.int32).contiguous(), *q.stride()[:3], *k.stride()[:3], heads, queries, first,
+            q, k, slots, ends.to(torch.int32).contiguous(), *list_strides(q, k), heads, queries, first,
             SHARED=heads // k.shape[1], VOTES=votes, PLACES=triton.next_power_of_2(votes), SIZE=size, ROWS=rows,
             COLUMNS=max(MIN_MATRIX_SIZE, min(64, TILE_ENTRIES // size)), IEEE=q.dtype == torch.float32,
             num_warps=4, num_stages=3,
@@ -43,7 +45,7 @@ def launch(q: Tensor, k: Tensor, first: int, ends: Tensor, votes: int) -> Tensor
     return slots
 
 
-@triton.jit(do_not_specialize=["queries", "first"])
+@triton.jit(do_not_specialize=["heads", "queries", "first"])
 def _vote(
     q, k, slots, ends, q_batch, q_head, q_row, k_batch, k_head, k_row, heads, queries, first,
     SHARED: tl.constexpr, VOTES: tl.constexpr, PLACES: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,

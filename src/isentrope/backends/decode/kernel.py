@@ -23,9 +23,9 @@ from isentrope.backends.decode.blocks import (
 )
 from isentrope.core.compile import device_context
 from isentrope.core.launching import are_aligned, launch_kernel, next_power_of_2
-from isentrope.core.rotation_kernel import broadcast_strides, normalise_halves
+from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
-MAX_MERGED_SPLITS = 64  # held in registers at a time
+MERGED_SPLITS = 64  # held in registers at a time
 LN2 = tl.constexpr(log(2))
 
 
@@ -88,7 +88,7 @@ class DecodeLaunch:
         self.tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
         self.grids = (rows, splits, 1), (self.outputs, 1, 1)
         self.numbers = (
-            *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *broadcast_strides(bounds, 0),
+            *list_strides(q)[:2], *list_strides(k, v), *broadcast_strides(bounds, 0),
             *[stride for x in factors for stride in broadcast_strides(x, 0, 1)],
             *angle_strides, float(scale), kv_heads // together, splits,
         )  # fmt: skip
@@ -100,8 +100,7 @@ class DecodeLaunch:
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
             "IEEE": q.dtype == torch.float32,
         }  # fmt: skip
-        padded = next_power_of_2(splits)
-        self.merge_constants = {"VALUE_SIZE": value_size, "SPLITS": padded, "CHUNK": min(padded, MAX_MERGED_SPLITS)}
+        self.merge_constants = {"VALUE_SIZE": value_size, "CHUNK": MERGED_SPLITS}
         self.options = {"num_stages": stages, "num_warps": warps}
         # kernels that are run directly, and their arguments after the addresses that change
         self._attend: tuple[Any, tuple[Any, ...]] | None = None
@@ -116,18 +115,21 @@ class DecodeLaunch:
                 return
             partial = q.new_empty(self.partial_size + self.outputs * self.splits, dtype=torch.float32)
             address = partial.data_ptr() + partial.element_size() * self.partial_size
-            self._run_attend(q, k, v, partial, partial, address)
+            self._run_attend(q, k, v, out, partial, address)
             self._run_merge(partial, address, out, lse)
 
-    def _run_attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lse_address: int) -> None:
-        """Launch the kernel of the splits; `lse` holds their log-sum-exps from an address on."""
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address
+    def _run_attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, partial: Tensor, lse_address: int) -> None:
+        """Launch the kernel of the splits; `partial` holds their outputs, and log-sum-exps from an address on.
+
+        The output of one split is `out`; without a kernel of its own, so that no length compiles another.
+        """
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), partial.data_ptr(), lse_address
         aligned = are_aligned(addresses)
         if self._attend is not None and aligned:
             run, others = self._attend
             run(*addresses, *others)
             return
-        tensors = (q, k, v, out, _view_from(lse, lse_address), *self.tensors)
+        tensors = (q, k, v, out, partial, _view_from(partial, lse_address), *self.tensors)
         kernel = launch_kernel(_attend_split, self.grids[0], tensors, self.numbers, self.constants, self.options)
         if kernel is not None and aligned:
             fixed = [x.data_ptr() for x in self.tensors]
@@ -265,7 +267,7 @@ def _attend_block(
     "q0_row", "q1_row", "head_groups", "splits",
 ])  # fmt: skip
 def _attend_split(
-    q, k, v, partial_out, partial_lse, bounds, tau0, tau1, tau2, offset0, offset1, offset2,
+    q, k, v, out, partial_out, partial_lse, bounds, tau0, tau1, tau2, offset0, offset1, offset2,
     cos_q0, sin_q0, cos_k0, sin_k0, cos_q1, sin_q1, cos_k1, sin_k1,
     q_batch, q_head, k_batch, k_head, k_key, v_batch, v_head, v_key, bounds_batch,
     tau0_batch, tau0_head, tau1_batch, tau1_head, tau2_batch, tau2_head,
@@ -363,34 +365,36 @@ def _attend_split(
     index = (batch * head_groups * count + q_head_index) * splits + split
     lse = tl.where(row_sum > 0, (row_max + tl.log2(denominator)) * LN2, float("-inf"))
     tl.store(partial_lse + index, lse, mask=row_valid)
-    out_pointer = partial_out + index[:, None] * VALUE_SIZE + value_lane[None, :]
-    tl.store(out_pointer, (acc / denominator[:, None]).to(partial_out.dtype.element_ty), mask=row_valid[:, None])
+    place, acc = index[:, None] * VALUE_SIZE + value_lane[None, :], acc / denominator[:, None]
+    if splits == 1:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=row_valid[:, None])
+    else:
+        tl.store(partial_out + place, acc, mask=row_valid[:, None])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits(
-    partial_out, partial_lse, out, lse, splits,
-    VALUE_SIZE: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr,
+    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head, a chunk at a time; `SPLITS` is their number rounded up, lse is for `LSE` alone."""
+    """Merge the splits of one head, a chunk at a time, so that one kernel serves any number; lse is for `LSE` alone."""
     head, value_lane = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_SIZE)
     partial_lse += head * splits
     partial_out += head * splits * VALUE_SIZE
-    split = tl.arange(0, SPLITS)
-    split_lse = tl.load(partial_lse + split, mask=split < splits, other=float("-inf"))
-    row_max = tl.max(split_lse, 0)
-    anchor = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.sum(tl.exp(split_lse - anchor), 0)
-    denominator = tl.where(row_sum > 0, row_sum, 1.0)
-    acc = tl.zeros((VALUE_SIZE,), tl.float32)
+    row_max, row_sum, acc = float("-inf"), 0.0, tl.zeros((VALUE_SIZE,), tl.float32)
     for start in range(0, splits, CHUNK):
         part = start + tl.arange(0, CHUNK)
         valid = part < splits
-        weight = tl.exp(tl.load(partial_lse + part, mask=valid, other=float("-inf")) - anchor)
+        split_lse = tl.load(partial_lse + part, mask=valid, other=float("-inf"))
         outputs = tl.load(
             partial_out + part[:, None] * VALUE_SIZE + value_lane[None, :], mask=valid[:, None], other=0.0
         )
-        acc += tl.sum(outputs * weight[:, None], 0)
+        new_max = tl.maximum(row_max, tl.max(split_lse, 0))
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay, weight = tl.exp(row_max - anchor), tl.exp(split_lse - anchor)
+        row_sum = row_sum * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(outputs * weight[:, None], 0)
+        row_max = new_max
+    denominator = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(out + head * VALUE_SIZE + value_lane, (acc / denominator).to(out.dtype.element_ty))
     if LSE:
-        tl.store(lse + head, tl.where(row_sum > 0, anchor + tl.log(denominator), float("-inf")))
+        tl.store(lse + head, tl.where(row_sum > 0, row_max + tl.log(denominator), float("-inf")))
