@@ -16,6 +16,7 @@ from tests.parallel.engines import CHECKS, run_checks
 from tests.parallel.models import list_models, run_models
 from tests.parallel.workers import context_parallel, run_cases, run_death, run_mixture, spawn, ulysses
 
+pytestmark = pytest.mark.filterwarnings("default")  # what torch and models say in other processes is no error
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
 
 

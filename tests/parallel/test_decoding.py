@@ -38,6 +38,7 @@ def test_every_recipe():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # as in test_context_parallel.py
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_model(size, tmp_path):
     spawn(run_mixture, tmp_path, size, ((run_decoding, (MODELS,)), (run_others, ())))

@@ -159,8 +159,14 @@ def run_death(rank, folder, size):
 
 
 def spawn(worker, tmp_path, size, *arguments):
-    """Run processes that are forked from a fresh one: its imports, made once, take longer than what they compute."""
-    processes.spawn(fork, (worker, str(tmp_path), size, *arguments), nprocs=1)
+    """Run processes forked from this one, whose imports take longer than what they compute.
+
+    A process that uses a GPU cannot be forked: there they are forked from a fresh one.
+    """
+    if torch.cuda.is_initialized():
+        processes.spawn(fork, (worker, str(tmp_path), size, *arguments), nprocs=1)
+    else:
+        fork(0, worker, str(tmp_path), size, *arguments)
 
 
 def fork(_, worker, folder, size, *arguments):

@@ -11,11 +11,11 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -37,7 +37,9 @@ from tests.fixtures.training import (
     stop_at,
 )
 
-PROCESSES = multiprocessing.get_context("forkserver")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12, the runner
+# from a copy of this process nothing is imported again; one that uses a GPU cannot be copied
+PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
 ALONE = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 PATIENCE = 600  # seconds: on a busy machine another process may take long to start
 
@@ -47,10 +49,6 @@ def _processes():
     with one_cpu_thread(), pytest.MonkeyPatch.context() as patch:
         for name, value in ALONE.items():
             patch.setenv(name, value)
-        PROCESSES.set_forkserver_preload(
-            ["isentrope.cli", "isentrope.training.trainer", "isentrope.report.figures.losses"]
-        )
-        forkserver.ensure_running()
         yield
 
 
@@ -63,7 +61,9 @@ def in_process(function, said, environment, rest):
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))  # pytest's until now
     os.environ.update(environment)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of runs in the process that this one is a copy of
     torch.set_num_threads(1)
     function(*rest)
 
