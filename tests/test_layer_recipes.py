@@ -45,7 +45,7 @@ def layer_recipes(draw):
     return LayerRecipes([*pairs, ("*", draw(one_law))] if last == "rest" else pairs)
 
 
-@examples(60)
+@examples(30)
 @given(layer_recipes())
 def test_recipes_per_layer_survive_text_and_json(recipe):
     assert Recipe.parse(str(recipe)) == recipe

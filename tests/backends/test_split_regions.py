@@ -32,7 +32,7 @@ def check_split(backend, seed, whole, cuts, biased):
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
-@examples(30)
+@examples(20)
 @given(seeds, regions, st.lists(regions, min_size=1, max_size=2), st.booleans())
 def test_attention_over_a_split_region_is_attention_over_the_whole(backend, seed, whole, cuts, biased):
     check_split(backend, seed, whole, cuts, biased)

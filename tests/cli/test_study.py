@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig, T5Config
 from typer.testing import CliRunner
 
+from isentrope.analysis import entropy_laws
 from isentrope.cli import app
 from isentrope.experiments import plan as plans
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
@@ -99,7 +101,9 @@ def test_the_data_set_as_a_plan(corpus):
     assert result.exit_code == 0 and "number of samples" in result.stdout
 
 
-def test_the_laws_as_formulas_and_by_value(tmp_path):
+def test_the_laws_as_formulas_and_by_value(tmp_path, monkeypatch):
+    few = partial(entropy_laws.EntropyLawsConfig, queries=16)
+    monkeypatch.setattr(entropy_laws, "EntropyLawsConfig", few)
     result = tell("study", "run", "laws", "--out", tmp_path)
     assert result.exit_code == 0 and "ln n / ln n_tr" in result.stdout
     assert re.search(r"InfoScale ε=0.*1\.392", result.stdout.replace("\n", " ")), result.stdout  # 64 → 4096, d = 128

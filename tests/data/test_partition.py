@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from isentrope.data import duplicates, partition
@@ -23,6 +23,7 @@ from isentrope.data.partition import (
     spectral_clusters,
     split_held_out,
 )
+from tests.fixtures.recipes import examples
 
 
 def tokens(length, vocabulary=5000, seed=0):
@@ -91,7 +92,7 @@ def test_links_reach_through_others():
         cluster_near_duplicates(np.zeros((2, PERMUTATIONS), np.uint32), 0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(0, 30), min_size=30, max_size=80), st.integers(0, 99), st.data())
 def test_nothing_that_belongs_together_is_torn(kinds, seed, data):
     groups = [None if kind > 20 else f"g{kind}" for kind in kinds]

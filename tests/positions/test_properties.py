@@ -24,7 +24,7 @@ from tests.fixtures.recipes import EXACT, SMALL_POSITIONS, TRAINABLE, D, example
         ise.STRING,
     ],
 )
-@examples(15)
+@examples(6)
 @given(seeds, st.integers(1, 30), st.integers(0, 5))
 def test_branches_are_bit_identical_to_rope_inside_the_window(far, causal, dtype, seed, keys, more):
     q, k, v = qkv(seed, keys=keys, dtype=dtype)
@@ -55,7 +55,7 @@ def test_only_distances_matter(position, seed, shift, causal, backend):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@examples(10)
+@examples(5)
 @given(seeds, st.integers(1, 25), st.integers(-50, 50))
 def test_selfextend_moves_by_whole_groups(causal, seed, window, groups):
     q, k, v = qkv(seed)
@@ -65,7 +65,7 @@ def test_selfextend_moves_by_whole_groups(causal, seed, window, groups):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@examples(10)
+@examples(5)
 @given(seeds, st.integers(2, 25), st.integers(-50, 50))
 def test_dualchunk_moves_by_whole_chunks(causal, seed, chunk, steps):
     q, k, v = qkv(seed)

@@ -29,7 +29,7 @@ CLAMPED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CLAMPED)
-@examples(20)
+@examples(8)
 @given(st.integers(2, 100_000), st.integers(2, 512))
 def test_clamped_laws_are_exactly_one_up_to_the_training_length(name, dtype, train_length, d):
     n = torch.cat((torch.arange(1, 65), torch.tensor([train_length - 1, train_length]))).clamp(1, train_length)
@@ -89,7 +89,7 @@ RISING = {
 
 
 @pytest.mark.parametrize("name", RISING)
-@examples(20)
+@examples(8)
 @given(st.lists(st.integers(3, 10_000_000), min_size=2, max_size=40), st.integers(2, 512))
 def test_laws_never_fall_and_stay_finite_in_fp32(name, lengths, d):
     lengths = torch.tensor(sorted({2, *lengths, 10_000_000}), dtype=torch.float32)

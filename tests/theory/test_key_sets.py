@@ -5,11 +5,12 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from isentrope import theory
 from isentrope.theory import KeySet
+from tests.fixtures.recipes import examples
 
 # From one key to a few thousand, on both sides of σ² = 2 ln m, where the largest key takes over.
 SETS = [(1, 2.0), (2, 1.0), (3, 6.0), (64, 0.5), (64, 3.0), (1000, 2.0), (1000, 5.0)]
@@ -72,7 +73,7 @@ def test_equal_logits_have_shares_by_number():
 
 
 @given(st.floats(1, 1e6), st.floats(0, 6), st.floats(-20, 20), st.floats(-20, 20))
-@settings(max_examples=25, deadline=None)
+@examples(12)
 def test_shares_add_up_and_ignore_a_common_shift(count, sigma, mean, shift):
     def shares(offset):
         return theory.shares(KeySet(100, offset, 1.0), KeySet(count, mean + offset, sigma))

@@ -5,12 +5,13 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 
 from isentrope import theory
+from tests.fixtures.recipes import examples
 
 DIMENSIONS = (2, 3, 4, 8, 64, 81, 82, 127, 128, 256)
 ALPHAS = (1e-3, 1e-2, 0.1, 1.0, 3.0, 8.0, 16.0, 31.0, 32.0, 64.0, 90.0, 91.0, 128.0, 512.0, 1e3, 4e3, 1e4)
@@ -134,7 +135,7 @@ def test_equation_18_at_the_smallest_dimensions():
 
 
 @given(st.floats(math.log(1e-8), math.log(math.log(1e7))).map(math.exp), dimensions)
-@settings(max_examples=200, deadline=None)
+@examples(40)
 def test_concentration_inverts_kl(kl, d):
     assert theory.kl_from_uniform(theory.concentration(kl, d), d) == pytest.approx(kl, rel=1e-11)
 
@@ -146,7 +147,7 @@ def test_concentration_inverts_kl_over_a_grid():
 
 
 @given(st.floats(1, 1e6), st.floats(1, 1e3), st.floats(0.1, 200), st.integers(2, 256))
-@settings(max_examples=200, deadline=None)
+@examples(40)
 def test_invariant_scale_keeps_the_entropy(train_length, longer, alpha, d):
     n = train_length * longer
     tau = theory.invariant_scale(n, train_length, alpha, d)
