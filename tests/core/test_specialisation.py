@@ -1,4 +1,7 @@
-"""What Triton compiles kernels for: neither a length, nor a batch, nor, but for decoding, a number of heads."""
+"""What Triton compiles kernels for: neither a length, nor a batch, nor a number of heads in the same ratio.
+
+Decoding is an exception where other numbers of heads share a program, and where it chooses blocks.
+"""
 
 from __future__ import annotations
 

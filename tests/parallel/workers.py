@@ -163,6 +163,7 @@ def spawn(worker, tmp_path, size, *arguments):
 
     A process that uses a GPU cannot be forked: there they are forked from a fresh one.
     """
+    assert not dist.is_initialized(), "forked processes would take this one's group for theirs"
     if torch.cuda.is_initialized():
         processes.spawn(fork, (worker, str(tmp_path), size, *arguments), nprocs=1)
     else:

@@ -38,8 +38,6 @@ from tests.fixtures.training import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12, the runner
-# from a copy of this process nothing is imported again; one that uses a GPU cannot be copied
-PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
 ALONE = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 PATIENCE = 600  # seconds: on a busy machine another process may take long to start
 
@@ -70,7 +68,9 @@ def in_process(function, said, environment, rest):
 
 def start(function, said, *rest, **environment):
     """Another process that calls the function; what it says goes into the file `said`."""
-    process = PROCESSES.Process(target=in_process, args=(function, said, environment, rest))
+    # from a copy of this process nothing is imported again; one that uses a GPU cannot be copied
+    processes = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    process = processes.Process(target=in_process, args=(function, said, environment, rest))
     process.start()
     return process
 

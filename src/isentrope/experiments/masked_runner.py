@@ -74,11 +74,16 @@ def run_masked_plan(
 
     def measure_trained(trained: Trained) -> None:
         """Measure what no other process has begun, so that a run cut off has numbers of every checkpoint it trained."""
-        for cell in _claim_cells(_group_by_model(list_cells(trained)), out, is_helper=True):
+        cells = list_cells(trained)
+        for cell in track(_claim_cells(_group_by_model(cells), out, is_helper=True), len(cells)) if cells else ():
             evaluator.measure(cell)
+        evaluator.loaded = (None, None)  # the next training needs the memory
 
     def list_cells(trained: Trained) -> list[MaskedCell]:
         return list(_list_cells(plan, prepared, trained, dtype))
+
+    def track(cells: Iterator[MaskedCell], total: int) -> Iterator[MaskedCell]:
+        return track_progress(cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", total)
 
     planned = list_cells(identify_checkpoints(plan, prepared, out))
     _write_keys(plan, planned, out)
@@ -91,9 +96,7 @@ def run_masked_plan(
     groups = _group_by_model(cells)
     # split before checking which cells exist: processes may check at different times
     local_cells = _claim_cells(groups[state.process_index :: state.num_processes], out, is_helper)
-    for cell in track_progress(
-        local_cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", len(cells)
-    ):
+    for cell in track(local_cells, len(cells)):
         evaluator.measure(cell)
     state.wait_for_everyone()
     if state.is_main_process and not is_helper:
@@ -196,14 +199,13 @@ class _CellEvaluator:
         self.validation = corpus.documents("validation"), corpus.hashes("validation")
         self.mask_token: int = read_tokenizer(corpus.tokenizer_path).mask_token_id
         self.loaded: tuple[Any, Any] = (None, None)  # folder and recipe, model
-        self.tried: set[str] = set()  # keys; what fails is not tried twice in a run
+        self.unmeasurable: set[str] = set()  # keys of cells that would fail again
         self.provenance = {key: value for key, value in collect_provenance().items() if key != "date"}
 
     def measure(self, cell: MaskedCell) -> None:
         """Write the numbers of a cell, or why there are none, unless it is done."""
-        if cell.key in self.tried or is_done(self.out, cell.key):
+        if cell.key in self.unmeasurable or is_done(self.out, cell.key):
             return
-        self.tried.add(cell.key)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         numbers: dict[str, Any] = dict.fromkeys(MASKED_METRICS)
@@ -213,9 +215,11 @@ class _CellEvaluator:
             try:
                 measured, seconds = self._evaluate(cell)
                 numbers |= measured
-            except RuntimeError as error:  # mostly out of memory
+            except RuntimeError as error:  # mostly out of memory, of which others may leave more later
                 kind = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
                 failed = kind + str(error).strip().partition("\n")[0]
+                if isinstance(error, UnmeasurableError):
+                    self.unmeasurable.add(cell.key)
         rows = sum(len(self.plan.protocol.draw_positions(cell.length, d["sha256"])) for d in numbers["documents"])
         speed = rows * cell.length / seconds if seconds else None
         timing = {"seconds": seconds, "tokens_per_second": speed, "peak_bytes": _peak_bytes(self.device)}
