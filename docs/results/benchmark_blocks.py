@@ -31,6 +31,7 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-17-h200-decoding-2.json": (),
     "2026-11-18-h200-share.json": (),
     "2026-11-18-cpu.json": (),
+    "2026-11-18-cpu-others.json": (),
 }
 MISSING = "Not measured yet."
 SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default
