@@ -1,12 +1,12 @@
 """What a call costs the host: torch operations and CPU time, at sizes where all of it is Python and launches.
 
-    python benchmarks/host.py [--out FILE] [--calls N] [--compile | --stub-gpu]
+    python benchmarks/host.py [--out FILE] [--calls N] [--compile [eager,…] | --stub-gpu]
 
 Operations are those that reach a kernel or make a view, counted below autograd: on a GPU most are a launch each. They
 do not depend on the machine; microseconds of CPU time do, and are the least of several repeats on one thread.
 --compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
 graph, Python functions that tracing enters, and CPU time up to the graph ("eager"), up to AOTAutograd's ("aot_eager")
-and up to code ("inductor").
+and up to code ("inductor"); all three take ten minutes or more, rows are written one by one.
 --stub-gpu: calls as a GPU's host makes them, up to kernels that do nothing (`stub_gpu`): Python functions that are
 called, and CPU time; then decoded tokens of whole models, by layer and for the rest of a step.
 """
@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,13 @@ def read_token(model: LlamaForCausalLM) -> Callable[[], object]:
     return lambda: model(ids[:, :1], past_key_values=cache)
 
 
-def compile_rows() -> list[dict[str, Any]]:
+def compile_rows(compilers: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What one more layer adds when a whole model is compiled; the first model of each kind warms the compiler up.
 
     Also the Python functions that tracing a layer enters: those of Dynamo itself, which no other load changes.
     """
-    rows = []
     few, many = COMPILED_LAYERS
-    for compiler in COMPILERS:
+    for compiler in compilers:
         for text in (None, *COMPILED_RECIPES):
             compile_model(text, 1, compiler)
             first, last = (compile_model(text, layers, compiler) for layers in (few, many))
@@ -224,8 +223,7 @@ def compile_rows() -> list[dict[str, Any]]:
             if compiler == COMPILERS[0]:
                 entered = [count_entered(partial(compile_model, text, layers, compiler)) for layers in (few, many)]
                 added["functions"] = (entered[1] - entered[0]) / (many - few)
-            rows.append({"what": f"layer, {compiler}", "recipe": text or "unextended", **added})
-    return rows
+            yield {"what": f"layer, {compiler}", "recipe": text or "unextended", **added}
 
 
 def compile_model(text: str | None, layers: int, compiler: str) -> tuple[int, float]:
@@ -245,29 +243,33 @@ def compile_model(text: str | None, layers: int, compiler: str) -> tuple[int, fl
     return operations, time.process_time() - begun
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/host.json"))
     parser.add_argument("--calls", type=int, default=100, help="calls of attention in one repeat")
-    parser.add_argument("--compile", action="store_true", help="what a layer adds to torch.compile of a model")
+    compilers = ",".join(COMPILERS)
+    parser.add_argument("--compile", nargs="?", const=compilers, help=f"cost of a compiled layer: {compilers}")
     parser.add_argument("--stub-gpu", action="store_true", help="calls as a GPU's host makes them, up to the kernels")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with torch.no_grad():
-        if options.compile:
-            rows = compile_rows()
-        elif options.stub_gpu:
-            rows = gpu_rows(options.calls) + gpu_layer_rows(options.calls)
-        else:
-            rows = attention_rows(options.calls) + model_rows(options.calls)
-    for row in rows:
+    measured: Iterable[dict[str, Any]]
+    if options.compile:
+        measured = compile_rows(options.compile.split(","))
+    elif options.stub_gpu:
+        measured = [*gpu_rows(options.calls), *gpu_layer_rows(options.calls)]
+    else:
+        measured = [*attention_rows(options.calls), *model_rows(options.calls)]
+    rows, provenance = [], collect_provenance()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for row in measured:
+        rows.append(row)
         unit = "functions" if options.stub_gpu else "operations"
         other = "operations" if options.stub_gpu else "functions"
         more = f" {row[other]:7.0f} {other}" if other in row else ""
-        print(f"{row['what']:15} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(options.out) as file:
-        file.write_text(json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")
+        print(f"{row['what']:15} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us", flush=True)
+        with write_atomically(options.out) as file:
+            file.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
