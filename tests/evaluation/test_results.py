@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_lengths_and_depths_are_sorted(tmp_path):
     store = ResultsStore(tmp_path, RETRIEVAL, wanted)
     assert store.head["config"]["lengths"] == [64, 128, 512] and store.head["config"]["depths"] == [0, 100]
     assert list(store.cells) == [("plain", "words", 64, None, "noise")]
-    with pytest.raises(ValueError, match=r"retrieval\.json: holds another model, or other examples"):
+    with pytest.raises(ValueError, match=r"retrieval\.json: holds another .* \(prompts or tokenizer differ\)"):
         ResultsStore(tmp_path, RETRIEVAL, wanted | {"fillers": {"noise": "other"}})
     more = ResultsStore(tmp_path, RETRIEVAL, wanted | {"fillers": {"book": "other"}})
     assert more.head["fillers"] == {"noise": "hash", "book": "other"}
@@ -86,18 +87,19 @@ def test_retrieval_of_versions_with_one_filler_is_resumed(tmp_path, text, name):
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "words"),
     [
-        HEAD | {"model": MODEL | {"weights": "1"}},
-        HEAD | {"model": MODEL | {"name": "other"}},
-        HEAD | {"config": HEAD["config"] | {"edges": (0, 9)}},
-        HEAD | {"config": HEAD["config"] | {"seed": 1}},
+        (HEAD | {"model": MODEL | {"weights": "1"}}, "model"),
+        (HEAD | {"model": MODEL | {"name": "other"}}, "model"),
+        (HEAD | {"config": HEAD["config"] | {"edges": (0, 9)}}, "edges"),
+        (HEAD | {"config": HEAD["config"] | {"edges": (0, 9), "seed": 1}}, "edges and seed"),
     ],
 )
-def test_results_of_another_model_or_other_data_are_refused(tmp_path, head):
+def test_results_of_another_model_or_other_data_are_refused(tmp_path, head, words):
     path = stored(tmp_path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="holds another model or other buckets; choose another folder"):
+    message = f"holds another model or other buckets ({words} differ); choose another folder"
+    with pytest.raises(ValueError, match=re.escape(message)):
         ResultsStore(tmp_path, PERPLEXITY, head)
     assert path.read_bytes() == before
 

@@ -166,6 +166,9 @@ CALIBRATION = Schema(
 )
 
 
+HASHED = {"fillers": "prompts or tokenizer"}  # what fields of hashes are of
+
+
 class ResultsStore:
     """The head and cells of one results file; cells of an earlier run of the same are there from the start.
 
@@ -196,13 +199,15 @@ class ResultsStore:
         earlier = self.path and read_if_whole(self.path, "model", "config", "cells", schema=self.schema)
         if not earlier:
             return {}
-        same = is_same_model(earlier["model"], self.head["model"])
-        same &= all(_get(earlier, field) == _get(self.head, field) for field in self.schema.identity)
+        differing = [] if is_same_model(earlier["model"], self.head["model"]) else ["model"]
+        differing += [field for field in self.schema.identity if _get(earlier, field) != _get(self.head, field)]
         for field in self.schema.merged:
             before, now = earlier.get(field, {}), self.head.get(field, {})
-            same &= all(before[name] == now[name] for name in before.keys() & now.keys())
-        if not same:
-            raise ValueError(f"{self.path}: holds {self.schema.mismatch}; choose another folder")
+            if any(before[name] != now[name] for name in before.keys() & now.keys()):
+                differing.append(field)
+        if differing:
+            words = " and ".join(HASHED.get(field, field.removeprefix("config.")) for field in differing)
+            raise ValueError(f"{self.path}: holds {self.schema.mismatch} ({words} differ); choose another folder")
         return earlier
 
     def results(self) -> dict[str, Any]:
