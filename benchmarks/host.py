@@ -252,10 +252,13 @@ def main() -> None:
     parser.add_argument("--compile", nargs="?", const=compilers, help=f"cost of a compiled layer: {compilers}")
     parser.add_argument("--stub-gpu", action="store_true", help="calls as a GPU's host makes them, up to the kernels")
     options = parser.parse_args()
+    chosen = options.compile.split(",") if options.compile else []
+    if unknown := set(chosen) - set(COMPILERS):
+        parser.error(f"--compile: expected some of {compilers}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     measured: Iterable[dict[str, Any]]
-    if options.compile:
-        measured = compile_rows(options.compile.split(","))
+    if chosen:
+        measured = compile_rows(chosen)
     elif options.stub_gpu:
         measured = [*gpu_rows(options.calls), *gpu_layer_rows(options.calls)]
     else:

@@ -112,6 +112,18 @@ def test_others_give_the_same_results(suite, tiny, tmp_path):
     assert len(rows) == 12 and all("0.0% apart" in row["note"] for row in rows)
 
 
+def test_shapes(suite, tiny, tmp_path, monkeypatch):
+    shapes = importlib.import_module("shapes")
+    monkeypatch.setattr("sys.argv", ["shapes.py", "--out", str(tmp_path / "s.json")])
+    monkeypatch.setattr(shapes, "sizes", lambda quick: tiny)
+    shapes.main()
+    taken = json.loads((tmp_path / "s.json").read_text())["microseconds"]
+    assert len(taken) == 6 and min(taken.values()) > 0
+    stored = json.loads((BENCHMARKS / "results" / "2026-11-18-h200-kernels.json").read_text())["microseconds"]
+    monkeypatch.setattr(shapes, "make_tensors", lambda *sizes: [])
+    assert {name for name, _, _ in shapes.list_calls("cuda")} == stored.keys()  # the script names what is stored
+
+
 def test_first_calls(suite, tiny, tmp_path):
     first_calls = importlib.import_module("first_calls")
     requests = first_calls.list_requests(tiny)

@@ -166,7 +166,7 @@ CALIBRATION = Schema(
 )
 
 
-HASHED = {"fillers": "prompts or tokenizer"}  # what fields of hashes are of
+FIELD_NAMES = {"fillers": "prompts or tokenizer"}  # in messages, where the field is a hash
 
 
 class ResultsStore:
@@ -206,7 +206,7 @@ class ResultsStore:
             if any(before[name] != now[name] for name in before.keys() & now.keys()):
                 differing.append(field)
         if differing:
-            words = " and ".join(HASHED.get(field, field.removeprefix("config.")) for field in differing)
+            words = " and ".join(FIELD_NAMES.get(field, field.removeprefix("config.")) for field in differing)
             raise ValueError(f"{self.path}: holds {self.schema.mismatch} ({words} differ); choose another folder")
         return earlier
 

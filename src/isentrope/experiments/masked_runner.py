@@ -72,18 +72,18 @@ def run_masked_plan(
     dtype = resolve_device(state.device.type)[1]
     evaluator = _CellEvaluator(plan, prepared, out, state.device, dtype)
 
-    def measure_trained(trained: Trained) -> None:
-        """Measure what no other process has begun, so that a run cut off has numbers of every checkpoint it trained."""
-        cells = list_cells(trained)
-        for cell in track(_claim_cells(_group_by_model(cells), out, is_helper=True), len(cells)) if cells else ():
-            evaluator.measure(cell)
-        evaluator.loaded = (None, None)  # the next training needs the memory
-
     def list_cells(trained: Trained) -> list[MaskedCell]:
         return list(_list_cells(plan, prepared, trained, dtype))
 
-    def track(cells: Iterator[MaskedCell], total: int) -> Iterator[MaskedCell]:
-        return track_progress(cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", total)
+    def measure_all(cells: Iterator[MaskedCell], total: int) -> None:
+        for cell in track_progress(cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", total):
+            evaluator.measure(cell)
+
+    def measure_trained(trained: Trained) -> None:
+        """Measure what no other process has begun, so that a run cut off has numbers of every checkpoint it trained."""
+        if cells := list_cells(trained):
+            measure_all(_claim_cells(_group_by_model(cells), out, is_helper=True), len(cells))
+            evaluator.loaded = (None, None)  # the next training needs the memory
 
     planned = list_cells(identify_checkpoints(plan, prepared, out))
     _write_keys(plan, planned, out)
@@ -95,9 +95,7 @@ def run_masked_plan(
     _write_keys(plan, cells, out)
     groups = _group_by_model(cells)
     # split before checking which cells exist: processes may check at different times
-    local_cells = _claim_cells(groups[state.process_index :: state.num_processes], out, is_helper)
-    for cell in track(local_cells, len(cells)):
-        evaluator.measure(cell)
+    measure_all(_claim_cells(groups[state.process_index :: state.num_processes], out, is_helper), len(cells))
     state.wait_for_everyone()
     if state.is_main_process and not is_helper:
         _write_results(plan, prepared, trained, cells, out)
