@@ -47,7 +47,7 @@ def test_a_known_law_is_found(monkeypatch):
     with ise.extended(model, "rerope:window=8+power:gamma=-0.4,keys=far+share:beta=2"):
         rows = model.generate(torch.randint(1, 97, (16, 1)), do_sample=True, top_k=0, max_length=64)
     laws = make_laws("rerope:window=8+share:beta=0.5", (16, 32, 64), 2, 8)
-    start, history = laws.choose_start({}), []
+    start, history = laws.choose_start(pytest.fail), []
     np.testing.assert_allclose(start, [[[0.5, 0]]])
     descent.fit_law(FitProblem(model, laws, list(rows), start), history, lambda: None)
     best = min(history, key=lambda row: row["objective"])
@@ -60,7 +60,7 @@ def test_a_known_law_is_found(monkeypatch):
 def test_the_fit_starts_from_the_law_in_the_recipe():
     given = make_laws("rerope:window=8+infoscale+share:beta=((0.5,),(1.5,))", (16, 64), 2, 8)
     tau = ise.InfoScale(16).scale(torch.tensor(64.0, dtype=torch.float64), 8)
-    start = given.choose_start({})
+    start = given.choose_start(pytest.fail)
     np.testing.assert_allclose(start, [[[1, np.log(tau.item()) / np.log(4)]]], rtol=1e-6)
     assert [*given.build_closed()][-2:] == ["closed", "given"]
     kept = given.build(start)  # near keys keep what they had
@@ -69,12 +69,12 @@ def test_the_fit_starts_from_the_law_in_the_recipe():
     assert [law.name() for law in near.temperatures] == ["power", "power"]
     for law in near.temperatures:
         torch.testing.assert_close(law.scale(torch.tensor(64.0, dtype=torch.float64), 8), tau, rtol=1e-3, atol=0)
-    assert make_laws("rerope:window=8+logn:keys=far", (16, 64), 2, 8).choose_start({})[0, 0, 0] == 0
+    assert make_laws("rerope:window=8+logn:keys=far", (16, 64), 2, 8).choose_start(pytest.fail)[0, 0, 0] == 0
 
 
 def test_without_a_law_in_the_recipe_the_fit_starts_from_the_closed_one():
     laws, n = make_laws("rerope:window=8", (16, 64), 2, 8), torch.tensor(64.0)
-    closed, start = laws.build_closed(), laws.build(laws.choose_start({}))
+    closed, start = laws.build_closed(), laws.build(laws.choose_start(pytest.fail))
     assert [*closed][-1] == "closed" and len(start.temperatures) == 1
     share = Share(reference=16 - 8)
     assert closed["closed"].share == share and closed["closed"].temperature is None
@@ -156,6 +156,13 @@ def test_retrieval_changes_what_is_fitted(modules, tmp_path):
     cell = actual.data["cells"][0]
     assert cell["passkey"]["answer"] == len(passkeys[cell["text"]].answer)
     assert "passkeys" in print_table(tmp_path / "calibrate.json")
+
+
+def test_texts_to_fit_to_are_measured_only_where_that_decides():
+    """Where a fit begins from the closed law and there is one recipe, their losses would tell nothing."""
+    actual = fit_laws(llama(**SMALL), texts(4), CalibrationConfig(64, "rerope:window=8", levels=()))
+    held_out = {text["sha256"] for text in actual.data["texts"] if text["part"] == "held-out"}
+    assert {cell["text"] for cell in actual.data["cells"]} == held_out and actual.data["tried"] == []
 
 
 def test_without_a_tokenizer_no_passkey_can_be_hidden():

@@ -197,21 +197,21 @@ class _Calibration:
 
     def select_laws(self) -> Laws:
         """Return the laws of the recipe that is best on the texts to fit to, under a closed law."""
-        tried, layers = {}, 1 + max(layer.index for layer in self.layers)
-        for text in self.config.recipes:
-            laws = make_laws(text, self.knots, layers, self.layers[0].head_dim)
-            closed = [recipe for name, recipe in laws.build_closed().items() if name in SELECTING_LAWS]
-            tried[text] = laws, min(float(self.measure_objective(recipe, self.fitting).mean()) for recipe in closed)
-        best = min(tried, key=lambda text: tried[text][1])
-        if len(tried) > 1:
+        depth = 1 + max(layer.index for layer in self.layers)
+        laws = {text: make_laws(text, self.knots, depth, self.layers[0].head_dim) for text in self.config.recipes}
+        tried = {}
+        for text in laws if len(laws) > 1 else ():
+            closed = [recipe for name, recipe in laws[text].build_closed().items() if name in SELECTING_LAWS]
+            tried[text] = min(map(self.measure_fitting, closed))
+        best = min(laws, key=lambda text: tried.get(text, inf))
+        if tried:
             self.notify(f"{best} is the best of {len(tried)} recipes")
-        self.data["tried"] = [{"recipe": text, "loss": loss} for text, (_, loss) in tried.items()]
-        return tried[best][0]
+        self.data["tried"] = [{"recipe": text, "loss": loss} for text, loss in tried.items()]
+        return laws[best]
 
     def fit_levels(self, laws: Laws) -> dict[str, Recipe]:
         """Fit each level that there is time for, starting from the one before; return the recipe under each."""
-        closed = laws.build_closed().items()
-        start = laws.choose_start({name: self.measure_objective(law, self.fitting).mean() for name, law in closed})
+        start = laws.choose_start(self.measure_fitting)
         levels = [level for level in LEVELS if level in self.config.levels and self.has_level(level, laws)]
         fitted: dict[str, Recipe] = {}
         for index, level in enumerate(levels):
@@ -325,6 +325,10 @@ class _Calibration:
         """Measure what decides, (texts,): the loss beyond the training length, and that of answers with a weight."""
         beyond = self.measure_losses(recipe, texts)[:, -1]
         return beyond + RETRIEVAL_WEIGHT * self.measure_answers(recipe, texts)
+
+    def measure_fitting(self, recipe: Recipe) -> float:
+        """Measure the mean objective of the texts to fit to."""
+        return float(self.measure_objective(recipe, self.fitting).mean())
 
     def build_rows(self, laws: Laws, recipes: dict[str, Recipe]) -> list[dict[str, Any]]:
         """Build the rows of all candidates: the law, held-out perplexity by bucket and beyond, change from others."""

@@ -8,7 +8,7 @@ multiplies near ones.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import log
@@ -60,11 +60,11 @@ class Laws(ABC):
         return {name: replace(self.base, temperature=law) for name, law in known.items()}
 
     @abstractmethod
-    def choose_start(self, losses: Mapping[str, float]) -> Array:
+    def choose_start(self, measure: Callable[[Recipe], float]) -> Array:
         """Return the values that a fit starts from and is drawn to, (1, 1, values).
 
         Args:
-            losses: of the closed laws, on the texts to fit to.
+            measure: returns the loss under a recipe, on the texts to fit to.
         """
 
     @abstractmethod
@@ -113,9 +113,9 @@ class Laws(ABC):
 class TemperatureLaws(Laws):
     """A temperature of all keys: ln τ at all knots but the first, straight in ln n between them."""
 
-    def choose_start(self, losses: Mapping[str, float]) -> Array:
+    def choose_start(self, measure: Callable[[Recipe], float]) -> Array:
         """Take the closed law that is best on the texts to fit to."""
-        law = self.build_closed()[min(losses, key=lambda name: losses[name])].temperature
+        law = min(self.build_closed().values(), key=measure).temperature
         if law is None:
             return np.zeros((1, 1, len(self.knots) - 1))
         tau: Array = law.scale(torch.tensor(self.knots[1:], dtype=torch.float64), self.head_dim).log().numpy()
@@ -157,7 +157,7 @@ class NearFarLaws(Laws):
         given = {} if self.initial == closed else {"given": self.initial}
         return super().build_closed() | {"closed": closed} | given
 
-    def choose_start(self, losses: Mapping[str, float]) -> Array:
+    def choose_start(self, measure: Callable[[Recipe], float]) -> Array:
         """Take the law in the recipe that was given, or the closed one; a table's mean."""
         share = self.initial.share
         return np.array([[[0.0 if share is None else float(np.mean(share.beta)), self._get_exponent("far")]]])
