@@ -28,8 +28,10 @@ PLANS = {
 
 
 def read_recipes(path: Path) -> list[str]:
-    """Read the method of a fit without a law, with the closed one, and with the pair that was fitted."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+    """Read the method of a fit without a law, with the closed one and with the pair; none of one that is not done."""
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if "candidates" not in data:
+        return []
     fitted = {row["name"]: row["recipe"] for row in data["candidates"]}["scalar"]
     return [data["recipe"], f"{data['recipe']}+share:beta=0.5", str(Recipe.from_dict(fitted))]
 
@@ -37,7 +39,7 @@ def read_recipes(path: Path) -> list[str]:
 def write_plan(name: str, results: Path) -> None:
     prefix, model, times, trained, depths = PLANS[name]
     fits = [results / f"{prefix}{method}-calibrate" / "calibrate.json" for method in METHODS]
-    recipes = [recipe for path in fits if path.exists() for recipe in read_recipes(path)]
+    recipes = [recipe for path in fits for recipe in read_recipes(path)]
     lines = [
         f"# isentrope compare docs/results/share/{name}-fitted.yaml --model {model} --data texts --out results/share",
         f"title: Fitted laws, {model} at {times} times its training length of {trained} tokens",
