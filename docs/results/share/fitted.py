@@ -1,6 +1,6 @@
 """Write the plans that put fitted laws to passkeys and needles: python docs/results/share/fitted.py [RESULTS]
 
-Under each method no law, the closed one and the pair that was fitted under it (RESULTS/*-calibrate/calibrate.json, by
+Under each method the closed law and the pair that was fitted under it (RESULTS/*-calibrate/calibrate.json, by
 default those beside this script); one plan a model and length, PLAN-fitted.yaml beside this script.
 """
 
@@ -20,7 +20,7 @@ METHODS = ("", "-selfextend", "-leakyrerope")  # in the folders' names; the firs
 # plan: the folders of its fits begin so, the model, times its training length of so many tokens, depths
 PLANS = {
     "smollm2-32k": ("smollm2", "SmolLM2-135M-Instruct", 4, 8192, (0, 25, 50, 75)),
-    "smollm2-131k": ("smollm2-131k", "SmolLM2-135M-Instruct", 16, 8192, (0, 50)),
+    "smollm2-131k": ("smollm2-131k", "SmolLM2-135M-Instruct", 16, 8192, (50,)),
     "tinyllama-8k": ("tinyllama", "TinyLlama-1.1B-Chat", 4, 2048, (0, 25, 50, 75)),
     "tinyllama-32k": ("tinyllama-32k", "TinyLlama-1.1B-Chat", 16, 2048, (0, 50)),
     "gemma-131k": ("gemma", "gemma-3-270m", 4, 32768, (0, 50)),
@@ -28,12 +28,12 @@ PLANS = {
 
 
 def read_recipes(path: Path) -> list[str]:
-    """Read the method of a fit without a law, with the closed one and with the pair; none of one that is not done."""
+    """Read the method of a fit with the closed law and with the pair; nothing where it is not done."""
     data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if "candidates" not in data:
         return []
     fitted = {row["name"]: row["recipe"] for row in data["candidates"]}["scalar"]
-    return [data["recipe"], f"{data['recipe']}+share:beta=0.5", str(Recipe.from_dict(fitted))]
+    return [f"{data['recipe']}+share:beta=0.5", str(Recipe.from_dict(fitted))]
 
 
 def write_plan(name: str, results: Path) -> None:

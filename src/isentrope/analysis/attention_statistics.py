@@ -57,8 +57,12 @@ class HeatmapWindow:
 
 
 def head_entropy(captured: CapturedAttention) -> Tensor:
-    """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64."""
-    captured = _to_accumulation_dtype(captured)
+    """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64.
+
+    In half precision on a GPU as the model itself computes it: in fp32 a long text would take minutes.
+    """
+    if not (captured.q.is_cuda and captured.q.dtype in (torch.bfloat16, torch.float16)):
+        captured = _to_accumulation_dtype(captured)
     fused = captured.recipe.retrieve is None and not any(
         hasattr(law, "by_distance") for law in captured.recipe.temperatures
     )
