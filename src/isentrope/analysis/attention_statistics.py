@@ -56,12 +56,15 @@ class HeatmapWindow:
         return -(-(self.last - self.first) // MAX_CELLS), -(-(self.high - self.low) // MAX_CELLS)
 
 
-def head_entropy(captured: CapturedAttention) -> Tensor:
+def head_entropy(captured: CapturedAttention, exact: bool = True) -> Tensor:
     """Compute the mean entropy of each head's attention in nats, over rows and queries, (heads,) in fp64.
 
-    In half precision on a GPU as the model itself computes it: in fp32 a long text would take minutes.
+    Args:
+        captured: the layer's queries and keys.
+        exact: in fp32 at least, which takes minutes for a long text; else in the model's own precision, within a few
+            per cent in bf16.
     """
-    if not (captured.q.is_cuda and captured.q.dtype in (torch.bfloat16, torch.float16)):
+    if exact:
         captured = _to_accumulation_dtype(captured)
     fused = captured.recipe.retrieve is None and not any(
         hasattr(law, "by_distance") for law in captured.recipe.temperatures

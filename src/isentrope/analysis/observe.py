@@ -101,15 +101,21 @@ def _add_hooks(index: int, unit: GatedAttentionUnit, observe: Callable[[Captured
     yield unit.register_forward_hook(pass_on)
 
 
-def entropy_rows(model: Any, ids: Tensor) -> list[dict[str, Any]]:
-    """Measure for each layer the mean entropy of its heads, and that of uniform attention; ready for JSON."""
+def entropy_rows(model: Any, ids: Tensor, exact: bool = True) -> list[dict[str, Any]]:
+    """Measure for each layer the mean entropy of its heads, and that of uniform attention; ready for JSON.
+
+    Args:
+        model: as for `layer_entropies`.
+        ids: (batch, n), without padding.
+        exact: as for `head_entropy`.
+    """
     rows: list[dict[str, Any]] = []
 
     def observe(captured: CapturedAttention) -> None:
         rows.append(
             {
                 "index": captured.index,
-                "entropy": head_entropy(captured).tolist(),
+                "entropy": head_entropy(captured, exact).tolist(),
                 "uniform": uniform_entropy(captured),
             }
         )
