@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from isentrope.recipe import Recipe
 from isentrope.report.load import Grid, Row, load_plans
 
 HERE = Path(__file__).parent
@@ -317,6 +318,36 @@ def render_share_fits() -> str:
                 values = [against[key][-1] for key in ("percent", "low", "high")] if against else []
                 cells.append("{:+.2f} % ({:+.2f} to {:+.2f})".format(*values).replace("-", "−") if values else MISSING)
             lines.append(f"| {' | '.join(cells)} |")
+    return join_lines(lines)
+
+
+FITTED_PLANS = {  # with the answers of fitted laws: how the folders of its fits begin
+    "smollm2-32k": ("SmolLM2 at 32,768", "smollm2"),
+    "smollm2-131k": ("SmolLM2 at 131,072", "smollm2-131k"),
+    "tinyllama-8k": ("TinyLlama at 8192", "tinyllama"),
+    "tinyllama-32k": ("TinyLlama at 32,768", "tinyllama-32k"),
+}
+
+
+def render_share_fits_found() -> str:
+    """Print answers found under the closed law and under the pair fitted, and what the pair does to perplexity."""
+    lines = ["| | plain inside | " + " | ".join(FITTED_METHODS) + " |", "|---" * (2 + len(FITTED_METHODS)) + "|"]
+    for plan, (name, prefix) in FITTED_PLANS.items():
+        found: dict[str, list[int]] = {}
+        for filler in FILLERS:
+            for cell in TABLES.read_cells(f"{plan}-fitted", f"{filler}-filler", "retrieval.json")[1]:
+                counts = found.setdefault(cell["recipe"], [0, 0])
+                counts[0] += cell["forced"]
+                counts[1] += cell["count"]
+        cells = ["{} of {}".format(*found["plain"])]
+        for middle in FITTED_METHODS.values():
+            data = json.loads((HERE / "share" / f"{prefix}{middle}-calibrate" / "calibrate.json").read_text("utf-8"))
+            pair = next(candidate for candidate in data["candidates"] if candidate["name"] == "scalar")
+            gamma, percent = data["fits"]["scalar"]["values"][0][0][1], pair["against"]["closed"]["percent"][-1]
+            closed = found[f"{data['recipe']}+share:beta=0.5"][0]
+            fitted, count = found[str(Recipe.from_dict(pair["recipe"]))]
+            cells.append(f"{closed} → {fitted} of {count} (γ = {gamma:.2f}, {percent:+.1f} %)".replace("-", "−"))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return join_lines(lines)
 
 

@@ -165,6 +165,12 @@ def test_texts_to_fit_to_are_measured_only_where_that_decides():
     assert {cell["text"] for cell in actual.data["cells"]} == held_out and actual.data["tried"] == []
 
 
+def test_a_law_fitted_to_the_loss_alone_warns_of_lost_answers():
+    warning = "may find fewer answers far back"
+    assert warning in print_table(RESULTS / "share" / "smollm2-selfextend-calibrate" / "calibrate.json")
+    assert warning not in print_table(RESULTS / "smollm2" / "calibrate" / "calibrate.json")  # a temperature of all keys
+
+
 def test_without_a_tokenizer_no_passkey_can_be_hidden():
     with pytest.raises(ValueError, match="token"):
         calibrate(llama(**SMALL), tokens(4, 64).tolist(), 64, "rerope:window=8", with_retrieval=True)

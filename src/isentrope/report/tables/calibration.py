@@ -9,6 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.results import read_results
 from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.report.tables.perplexity import style_perplexity
@@ -47,6 +48,7 @@ def build_calibration_table(results: Path) -> Table:
             + (", with a 95 % interval over paired draws of the texts.\n" if interval else ".\n")
             + _describe_passkeys(data)
             + f"→ {escape(data['reason'])}"
+            + _warn_of_lost_answers(data)
         ),
         **TABLE_STYLE,
     )
@@ -93,6 +95,14 @@ def get_reference(data: dict[str, Any]) -> str:
 
 def has_passkeys(data: dict[str, Any]) -> bool:
     return data.get("retrieval_weight") is not None
+
+
+def _warn_of_lost_answers(data: dict[str, Any]) -> str:
+    """Say that answers far back may be lost, where a law of far keys was fitted to the loss alone."""
+    names = [row["name"] for row in data["candidates"]]
+    if data["chosen"] not in LEVELS or has_passkeys(data) or "closed" not in names:
+        return ""
+    return "\nFitted to the loss alone: it may find fewer answers far back; --with-retrieval judges by these as well."
 
 
 def _describe_passkeys(data: dict[str, Any]) -> str:
