@@ -124,8 +124,7 @@ def test_a_failure_in_between_leaves_no_hooks():
 
 def test_low_precision_and_the_encoder_alone():
     ids = tokens(2, 80)
-    model = gau("cosine:alpha=16", GAUAlphaModel)
-    wide = layer_entropies(model, ids)
+    wide = layer_entropies(model := gau("cosine:alpha=16", GAUAlphaModel), ids)
     torch.testing.assert_close(layer_entropies(model.bfloat16(), ids), wide, atol=0.05, rtol=0.02)
 
 
@@ -133,12 +132,10 @@ def test_low_precision_and_the_encoder_alone():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_entropies_in_bf16(recipe, device):
     model, ids = gau(recipe, attention_key_size=64).to(device).bfloat16(), tokens(2, 200).to(device)
-    seen = watched(model, ids)
-    expected = torch.stack([torch.special.entr(dense(one)).sum(-1).mean() for one in seen])
+    expected = torch.stack([torch.special.entr(dense(seen)).sum(-1).mean() for seen in watched(model, ids)])
     torch.testing.assert_close(layer_entropies(model, ids), expected, atol=1e-3, rtol=1e-3)
-    rows = entropy_rows(model, ids, exact=False)  # with what bf16 makes of rotated queries and keys
-    own = torch.tensor([row["entropy"] for row in rows], dtype=torch.float64).mean(1)
-    torch.testing.assert_close(own, expected.cpu(), atol=0.05, rtol=0.05)
+    own = torch.tensor([row["entropy"] for row in entropy_rows(model, ids, exact=False)])  # rotated ones in bf16
+    torch.testing.assert_close(own.mean(1), expected.float().cpu(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -9,13 +9,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.results import read_results
 from isentrope.report.tables.numbers import format_length, format_perplexity
 from isentrope.report.tables.perplexity import style_perplexity
 from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
+CLOSED_LAWS = ("none", "infoscale", "logn", "power", "closed", "given")
 CANDIDATE_LABELS = {
     "none": "none",
     "infoscale": "InfoScale",
@@ -100,7 +100,8 @@ def has_passkeys(data: dict[str, Any]) -> bool:
 def _warn_of_lost_answers(data: dict[str, Any]) -> str:
     """Say that answers far back may be lost, where a law of far keys was fitted to the loss alone."""
     names = [row["name"] for row in data["candidates"]]
-    if data["chosen"] not in LEVELS or has_passkeys(data) or "closed" not in names:
+    fitted = data["chosen"] not in CLOSED_LAWS
+    if not fitted or has_passkeys(data) or "closed" not in names:
         return ""
     return "\nFitted to the loss alone: it may find fewer answers far back; --with-retrieval judges by these as well."
 
