@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import isentrope as ise
+from isentrope.calibration import calibrate as fitting
 from isentrope.calibration import optimize as descent
 from isentrope.calibration.calibrate import calibrate, fit_laws
 from isentrope.calibration.config import CalibrationConfig
@@ -18,6 +19,7 @@ from isentrope.calibration.laws import make_laws
 from isentrope.calibration.optimize import FitProblem
 from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
 from isentrope.data.corpus import read_sympy_documents
+from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
 from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.texts import collect_texts
@@ -29,6 +31,7 @@ from isentrope.share import Share
 from tests.calibration.test_calibrate import SMALL, texts
 from tests.fixtures.models import llama, tokens
 
+BEST = {"values": [[[0.75, -0.1]]], "loss": 1.0, "objective": 1.0}
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LLAMA = str(SHIPPED_MODELS / "llama")
 pytestmark = pytest.mark.usefixtures("on_one_thread")
@@ -165,8 +168,33 @@ def test_texts_to_fit_to_are_measured_only_where_that_decides():
     assert {cell["text"] for cell in actual.data["cells"]} == held_out and actual.data["tried"] == []
 
 
+def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_counted(modules, tmp_path, monkeypatch):
+    model, prompts = load_on_device(LLAMA, "cpu", "float32"), PromptFormat.from_tokenizer(load_tokenizer(LLAMA))
+    monkeypatch.setattr(fitting, "select_law", lambda objectives, seed: ("scalar", "a test says so"))
+    monkeypatch.setattr(fitting, "fit_law", lambda problem, history, on_evaluation: history.append(BEST) or "converged")
+    config = CalibrationConfig(512, "rerope:window=128", levels=("scalar",))
+    actual = fit_laws(model, modules, config, tmp_path, prompts=prompts)
+    found, recipes = actual.data["passkeys"], {row["name"]: Recipe.from_dict(row["recipe"]) for row in actual.rows}
+    names = {text["sha256"] for text in actual.data["texts"] if text["part"] == "held-out"}
+    hidden = hide_passkeys([text for text in modules if text.sha256 in names], prompts, 512, 0)
+    assert [*found] == ["closed", "scalar", "count"] and found["count"] == len(hidden)
+    for name in ("closed", "scalar"):
+        with ise.extended(model, recipes[name]), torch.no_grad():
+            scores = [score_answer(model, prompt) for prompt in hidden.values()]
+        assert found[name] == sum(score["likeliest"] == score["answer"] for score in scores)
+    table = " ".join(print_table(actual.path).split())
+    assert (
+        f"of {len(hidden)}: {found['closed']} under the closed law, {found['scalar']} under the one selected" in table
+    )
+
+    lines = []
+    monkeypatch.setattr(prompts.tokenizer, "decode", lambda *_, **__: "")  # nothing to hide one in
+    actual = fit_laws(model, modules, config, notify=lines.append, prompts=prompts)
+    assert actual.data["passkeys"] is None and lines[-1].startswith("passkeys are not counted: ")
+
+
 def test_a_law_fitted_to_the_loss_alone_warns_of_lost_answers():
-    warning = "may find fewer answers far back"
+    warning = "It may find fewer answers far back"
     assert warning in print_table(RESULTS / "share" / "smollm2-selfextend-calibrate" / "calibrate.json")
     assert warning not in print_table(RESULTS / "smollm2" / "calibrate" / "calibrate.json")  # a temperature of all keys
 

@@ -7,7 +7,6 @@ simplest that is not clearly worse than the best is chosen, and none worse there
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,12 +22,12 @@ from transformers import PreTrainedModel
 
 from isentrope.analysis.observe import entropy_rows
 from isentrope.calibration.config import CalibrationConfig
-from isentrope.calibration.laws import Laws, make_laws
+from isentrope.calibration.laws import Laws, hash_recipe, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
-from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
-from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, select_law, split_texts
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, count_hits, hide_passkeys, load_prompt_format
+from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, get_default, select_law, split_texts
 from isentrope.evaluation.answers import score_answer
-from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, load_tokenizer
+from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.prompts import Prompt, PromptFormat
@@ -106,7 +105,7 @@ def calibrate(
     name = get_model_name(model)
     tokenized = collect_texts(texts, name, length, documents)
     split_texts(tokenized, length, config.seed)  # fail before a model is loaded
-    prompts = PromptFormat.from_tokenizer(load_tokenizer(name)) if config.with_retrieval else None
+    prompts = load_prompt_format(name, required=config.with_retrieval)
     with keep_mode(loaded := as_model(model)):
         folder = None if out is None else Path(out)
         return fit_laws(loaded, tokenized, config, folder, Path(name).name, prompts=prompts)
@@ -131,7 +130,8 @@ def fit_laws(
         out: a folder for `calibrate.json` and `recipe.txt`, from which an interrupted run resumes.
         name: what the results call the model.
         notify: called with each message.
-        prompts: how passkeys are put to the model, where `config.with_retrieval`.
+        prompts: how passkeys are put to the model. Without `config.with_retrieval` they decide nothing: those that the
+            law selected finds are counted beside those of the default law.
     """
     if (own := get_recipe(model)) != Recipe():
         raise ValueError(
@@ -140,7 +140,7 @@ def fit_laws(
     if config.with_retrieval and prompts is None:
         raise ValueError("prompts: expected a PromptFormat where with_retrieval, got None")
     model.eval()
-    return _Calibration(model, texts, config, out, name, notify).run(prompts if config.with_retrieval else None)
+    return _Calibration(model, texts, config, out, name, notify).run(prompts)
 
 
 class _Calibration:
@@ -171,7 +171,7 @@ class _Calibration:
     def run(self, prompts: PromptFormat | None = None) -> CalibrationResult:
         check_logits(self.model, torch.tensor(self.held_out[0].tokens[:32]))
         self.notify(f"{len(self.fitting)} documents to fit to, {len(self.held_out)} held out")
-        if prompts is not None:
+        if prompts is not None and self.config.with_retrieval:
             texts = [*self.fitting, *self.held_out]
             self.passkeys = hide_passkeys(texts, prompts, self.config.length, self.config.seed)
         laws = self.select_laws()
@@ -181,12 +181,14 @@ class _Calibration:
         recipes |= self.fit_levels(laws)
         objectives = {name: self.measure_objective(recipe, self.held_out) for name, recipe in recipes.items()}
         chosen, reason = select_law(objectives, self.config.seed)
+        compared = {name: recipes[name] for name in (get_default(recipes), chosen)}
         self.data |= {
             "recipe": str(laws.base),
             "retrieval_weight": RETRIEVAL_WEIGHT if self.passkeys else None,
             "candidates": self.build_rows(laws, recipes),
             "chosen": chosen,
             "reason": reason,
+            "passkeys": self.count_passkeys(compared, prompts) if chosen in LEVELS else None,
             "entropy": self.measure_entropy(laws.base, recipes[chosen]),
         }
         self.save()
@@ -295,7 +297,7 @@ class _Calibration:
 
     def measure(self, recipe: Recipe, text: Text) -> dict[str, Any]:
         """Measure a text under a recipe, and the passkey hidden in it, unless that is done already."""
-        key = _key(recipe)
+        key = hash_recipe(recipe)
         known = {(row["key"], row["text"]): row for row in self.data["cells"]}
         if (row := known.get((key, text.sha256))) is None:
             row = {"key": key, "text": text.sha256} | measure_text(self.model, recipe, text, (0, *self.knots))
@@ -326,6 +328,16 @@ class _Calibration:
         beyond = self.measure_losses(recipe, texts)[:, -1]
         return beyond + RETRIEVAL_WEIGHT * self.measure_answers(recipe, texts)
 
+    def count_passkeys(self, laws: dict[str, Recipe], prompts: PromptFormat | None) -> dict[str, int] | None:
+        """Count those hidden in held-out texts that are found under each law; None where a model cannot be asked."""
+        if prompts is None or self.passkeys:
+            return None
+        try:
+            return count_hits(self.model, laws, self.held_out, prompts, self.config.length, self.config.seed)
+        except ValueError as error:
+            self.notify(f"passkeys are not counted: {error}")
+            return None
+
     def measure_fitting(self, recipe: Recipe) -> float:
         """Measure the mean objective of the texts to fit to."""
         return float(self.measure_objective(recipe, self.fitting).mean())
@@ -335,7 +347,7 @@ class _Calibration:
         losses = {name: self.measure_losses(recipe, self.held_out) for name, recipe in recipes.items()}
         rows = []
         for name, recipe in recipes.items():
-            row = {"name": name, "key": _key(recipe), "recipe": recipe.to_dict(), **laws.sample_curves(recipe)}
+            row = {"name": name, "key": hash_recipe(recipe), "recipe": recipe.to_dict(), **laws.sample_curves(recipe)}
             row |= self._summarize("perplexity", losses[name], finite_perplexities)
             row["against"] = {
                 other: self._summarize("percent", losses[name] - losses[other], percent_change)
@@ -385,7 +397,3 @@ class _Calibration:
     def save(self) -> None:
         self.data |= {"seconds": self.spent, "budget": self.config.budget, "run": self.provenance}
         self.store.write(self.data)
-
-
-def _key(recipe: Recipe) -> str:
-    return hashlib.sha256(str(recipe).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ multiplies near ones.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -228,6 +229,11 @@ def _as_table(values: Array) -> Any:
     """Round values (layers or 1, heads or 1) to what a part takes: a number, or a table (layers, heads)."""
     rounded = np.clip(np.round(values, DIGITS), -MAX_EXPONENT, MAX_EXPONENT)
     return float(rounded[0, 0]) if rounded.shape == (1, 1) else rounded.tolist()
+
+
+def hash_recipe(recipe: Recipe) -> str:
+    """Return what a recipe is called in cells of results."""
+    return hashlib.sha256(str(recipe).encode()).hexdigest()[:16]
 
 
 def make_laws(text: str, knots: tuple[int, ...], layers: int, head_dim: int) -> Laws:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
+import torch
+from transformers import PreTrainedModel
+
 from isentrope.data.tasks import Haystack, draft_example, fill_to_length
+from isentrope.evaluation.answers import score_answer
+from isentrope.evaluation.loading import load_tokenizer
 from isentrope.evaluation.prompts import Prompt, PromptFormat
+from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.texts import Text
+from isentrope.recipe import Recipe
 
 RETRIEVAL_WEIGHT = 0.1  # of -ln p for a token of the answer, against the loss for a token of text
+
+
+def load_prompt_format(name: str, gguf_file: str | None = None, *, required: bool) -> PromptFormat | None:
+    """Load how passkeys are put to a model; None for one without a tokenizer, unless it is required."""
+    try:
+        return PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file))
+    except (ValueError, OSError):
+        if required:
+            raise
+        return None
 
 
 def hide_passkeys(texts: Sequence[Text], prompts: PromptFormat, length: int, seed: int) -> dict[str, Prompt]:
@@ -21,3 +38,23 @@ def hide_passkeys(texts: Sequence[Text], prompts: PromptFormat, length: int, see
         draft = draft_example("passkey", length, depth, seed, 0, Haystack.from_texts([filler]))
         hidden[text.sha256] = prompts.build_prompt(fill_to_length(draft, length, prompts.count_tokens))
     return hidden
+
+
+def count_hits(
+    model: PreTrainedModel,
+    laws: Mapping[str, Recipe],
+    texts: Sequence[Text],
+    prompts: PromptFormat,
+    length: int,
+    seed: int,
+) -> dict[str, int]:
+    """Count the passkeys hidden in texts that a model finds under each recipe, and all of them ("count").
+
+    Found: every token of the answer is the likeliest.
+    """
+    hidden, hits = hide_passkeys(texts, prompts, length, seed), {}
+    for name, recipe in laws.items():
+        with under_recipe(model, recipe), torch.no_grad():
+            scores = [score_answer(model, prompt) for prompt in hidden.values()]
+        hits[name] = sum(score["likeliest"] == score["answer"] for score in scores)
+    return hits | {"count": len(hidden)}

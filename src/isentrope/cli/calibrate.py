@@ -90,16 +90,15 @@ def calibrate(
     """
     from isentrope.calibration.calibrate import fit_laws
     from isentrope.calibration.config import CalibrationConfig
+    from isentrope.calibration.passkeys import load_prompt_format
     from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import (
         check_not_extended,
         check_save_folder,
         load_on_device,
-        load_tokenizer,
         resolve_auto_for,
         save_extended,
     )
-    from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.texts import load_texts
     from isentrope.report.figures.calibration import draw_calibration
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
@@ -124,7 +123,7 @@ def calibrate(
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, tokens, documents)
     split_texts(documents_read, tokens, seed)  # checked before a model is loaded
-    prompts = PromptFormat.from_tokenizer(load_tokenizer(model, gguf_file)) if with_retrieval else None
+    prompts = load_prompt_format(model, gguf_file, required=with_retrieval)
     loaded = load_on_device(model, device, dtype, gguf_file)
     with Output(as_json) as output:
         result = fit_laws(loaded, documents_read, config, out, Path(model).name, print_progress, prompts)

@@ -15,6 +15,7 @@ from isentrope.report.tables.perplexity import style_perplexity
 from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
+DEFAULT_LABELS = {"infoscale": "InfoScale", "closed": "the closed law", "given": "the law given"}
 CLOSED_LAWS = ("none", "infoscale", "logn", "power", "closed", "given")
 CANDIDATE_LABELS = {
     "none": "none",
@@ -98,12 +99,21 @@ def has_passkeys(data: dict[str, Any]) -> bool:
 
 
 def _warn_of_lost_answers(data: dict[str, Any]) -> str:
-    """Say that answers far back may be lost, where a law of far keys was fitted to the loss alone."""
-    names = [row["name"] for row in data["candidates"]]
-    fitted = data["chosen"] not in CLOSED_LAWS
-    if not fitted or has_passkeys(data) or "closed" not in names:
+    """Say what a law fitted to the loss alone finds, or that it may find less, where passkeys were not put to it."""
+    chosen = data["chosen"]
+    if chosen in CLOSED_LAWS or has_passkeys(data):
         return ""
-    return "\nFitted to the loss alone: it may find fewer answers far back; --with-retrieval judges by these as well."
+    if (hits := data.get("passkeys")) is not None:
+        default = next(name for name in hits if name in CLOSED_LAWS)
+        text = (
+            f"Passkeys found in held-out texts, of {hits['count']}: {hits[default]} under {DEFAULT_LABELS[default]}, "
+            f"{hits[chosen]} under the one selected"
+        )
+    elif any(row["name"] == "closed" for row in data["candidates"]):
+        text = "It may find fewer answers far back"
+    else:
+        return ""
+    return f"\nFitted to the loss alone. {text}; --with-retrieval judges by these as well."
 
 
 def _describe_passkeys(data: dict[str, Any]) -> str:
