@@ -24,7 +24,7 @@ class Share(Part):
     training, with β = 0 they have all that they take.
 
     What is best mostly lies between, and depends on how much more a longer text holds that matters: ½ is at most half
-    of the way off, and improved every model that it was measured on (docs/laws.md).
+    of the way off, and lowered the perplexity of every model that it was measured on (docs/laws.md).
 
     Attributes:
         beta: β, a number, a table (heads) or a table (layers, heads).

@@ -199,6 +199,21 @@ def test_a_law_fitted_to_the_loss_alone_warns_of_lost_answers():
     assert warning not in print_table(RESULTS / "smollm2" / "calibrate" / "calibrate.json")  # a temperature of all keys
 
 
+def test_what_a_budget_stopped_and_what_no_temperature_repairs_is_said(tmp_path):
+    stopped = RESULTS / "share" / "tinyllama-calibrate" / "calibrate.json"
+    table = " ".join(print_table(stopped).split())
+    assert "*: the budget stopped it, evaluations so far: fitted, one for all: 2;" in table
+    assert "stopped by the budget after 2 evaluations" in build_card_rows(stopped)[5]["law"]
+    assert "does not repair" not in table
+
+    data = json.loads((RESULTS / "smollm2" / "calibrate" / "calibrate.json").read_text())
+    for row in data["candidates"]:
+        row["perplexity"][-2] = 2 * row["perplexity"][0]
+    (path := tmp_path / "calibrate.json").write_text(json.dumps(data))
+    expected = "Still 2 times the perplexity inside: a temperature does not repair distances"
+    assert expected in (table := " ".join(print_table(path).split())) and "rerope:window=4096 instead" in table
+
+
 def test_without_a_tokenizer_no_passkey_can_be_hidden():
     with pytest.raises(ValueError, match="token"):
         calibrate(llama(**SMALL), tokens(4, 64).tolist(), 64, "rerope:window=8", with_retrieval=True)

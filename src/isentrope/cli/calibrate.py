@@ -58,7 +58,11 @@ def calibrate(
         ),
     ] = "scalar,layer,head,near",
     budget: Annotated[
-        str | None, typer.Option(help="Finish within 90s, 10m or 2h; the best law so far is used.")
+        str | None,
+        typer.Option(
+            help="Stop fitting after 90s, 10m or 2h with the best law so far. Loading the model, the step under way "
+            "and judging the law come on top."
+        ),
     ] = None,
     with_retrieval: Annotated[
         bool, typer.Option("--with-retrieval", help="Also fit to, and judge by, passkeys hidden in the texts.")

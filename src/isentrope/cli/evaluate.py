@@ -57,7 +57,8 @@ def evaluate(
     ] = None,
     documents: MaxDocuments = 8,
     save: Annotated[
-        Path | None, typer.Option(help="A new folder for the model with the best recipe that sees all of the text.")
+        Path | None,
+        typer.Option(help="A new folder for the model with the best recipe that can reach all of the text."),
     ] = None,
     allow_forgetting: Annotated[
         bool,
@@ -79,8 +80,9 @@ def evaluate(
     """Find the recipe that works best for a model past its training length, on your own text.
 
     For a causal model: perplexity by position, passkeys, and with --save the model with the best recipe of those that
-    see all of the text: the lowest perplexity at the end among those that find as many passkeys. A recipe is called
-    best where a 95 % interval, paired over documents, says so. For GAU-α: perplexity and accuracy of masked tokens.
+    can reach all of the text: the lowest perplexity at the end among those that find no fewer passkeys, are better
+    there than the plain model and cost at most 0.5 % inside its training length. A recipe is called best where a 95 %
+    interval, paired over documents, says so. For GAU-α: perplexity and accuracy of masked tokens.
     Results already in the folder are kept.
 
     isentrope evaluate MODEL --data books --save longer

