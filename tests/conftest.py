@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def pytest_collection_finish(session):
 
     keep_commands()
     render_on_demand()
+    if "torch._dynamo" in sys.modules:
+        from tests.fixtures.compilation import shorten_tracing
+
+        shorten_tracing()
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -16,7 +16,6 @@ from isentrope.backends import dense, flex, merge
 from isentrope.core import rotation
 from isentrope.core.caching import clear_caches
 from isentrope.core.compile import compile_variant
-from tests.fixtures.compilation import keep_instructions
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +23,6 @@ def _traced_only(monkeypatch):
     """Everything but code generation, which is the slow part and does not count."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     clear_caches()
-    keep_instructions()
     torch._dynamo.reset()
     counters.clear()
     yield

@@ -14,7 +14,6 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import isentrope as ise
 from isentrope.hf.layer import get_layer
-from tests.fixtures.compilation import keep_instructions
 from tests.fixtures.models import llama, tokens
 
 TWO_BRANCHES = (
@@ -48,7 +47,6 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-5}  # fp32 in another order; logits reach 7
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    keep_instructions()
     torch._dynamo.reset()
     counters.clear()
     yield
