@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from isentrope.backends import padding
 from isentrope.core.layout import Layout, Rows
 from tests.fixtures.oracle import brute
 from tests.fixtures.recipes import EXACT, TRAINABLE
+from tests.fixtures.turns import in_turns
 
 BACKENDS = (*TRAINABLE, "flex")
 KEYS = 13
@@ -62,9 +64,9 @@ def results(tensors, recipe, backend, options, gradients, live):
     return [x.detach() for x in actual]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("queries", [KEYS, 1, 4])
+@pytest.mark.parametrize(
+    ("backend", "kind", "queries"), in_turns(BACKENDS, list(product(KINDS, [KEYS, 1, 4])), every=2)
+)
 def test_padding_is_never_read(backend, kind, queries):
     """Bad numbers take turns: each recipe meets each of them."""
     options, slots = padded_call(kind)

@@ -29,7 +29,7 @@ from tests.fixtures.generation import (
     whole,
 )
 from tests.fixtures.models import TRAINED, llama, tokens
-from tests.fixtures.turns import in_turns
+from tests.fixtures.turns import in_halves, in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 shared = cache(extended)  # a model for each recipe, which no test here changes
@@ -47,7 +47,7 @@ def test_prefill_is_chunked_prefill_is_token_by_token(recipe):
     assert_close(in_chunks(model, ids, sizes), expected, **EXACT)
 
 
-@pytest.mark.parametrize("recipe", STEADY)
+@pytest.mark.parametrize("recipe", in_halves(STEADY, 0))
 def test_from_the_first_token_on(recipe):
     model, ids = shared(recipe), tokens(1, 70)
     expected = whole(model, ids)
@@ -55,7 +55,7 @@ def test_from_the_first_token_on(recipe):
         assert_close(in_chunks(model, ids, sizes), expected, **ROUNDED)
 
 
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize("recipe", in_halves(STEADY + BY_LENGTH, 1))
 def test_a_static_cache_gives_the_same(recipe):
     """Its keys run past the last token, and the rest of them must count for nothing."""
     model, ids = shared(recipe), tokens(2, 95)
@@ -123,7 +123,7 @@ def test_a_padded_batch_is_each_row_alone(recipe, side, given):
         assert_close(of_row[kept], expected, **(EXACT if given or side == "right" else ROUNDED))
 
 
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize("recipe", in_halves(STEADY + BY_LENGTH, 0))
 def test_short_rows_in_a_long_batch(recipe):
     """Rows inside the window, a row of one token, and a batch that is short as a whole."""
     model = shared(recipe)

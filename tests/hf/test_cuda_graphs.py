@@ -18,6 +18,7 @@ from tests.fixtures.generation import STEADY, extended, gemma, mistral, rows_of
 from tests.fixtures.graphs import graphs_on_a_cpu
 from tests.fixtures.models import llama
 from tests.fixtures.serving import find_likeliest, generate_alone, serve, serve_tokens, use_paged_sdpa
+from tests.fixtures.turns import in_halves
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 RECIPE = "rerope:window=16+share"
@@ -42,7 +43,7 @@ def exact(monkeypatch):
     monkeypatch.setattr(captured_pages, "CAPTURABLE", (backend,))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", in_halves(RECIPES, 0))
 def test_tokens_of_replayed_graphs_are_those_of_generate(recipe, exact):
     """A graph is recorded at some lengths, and repeated at others; some requests pass the window in between."""
     model = extended(recipe)

@@ -9,6 +9,7 @@ import pytest
 import isentrope as ise
 from tests.fixtures.families import FAMILIES, LONG, ROTATING, close, logits, rotary_module, write_scaling
 from tests.fixtures.models import TRAINED, tokens
+from tests.fixtures.turns import in_turns
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
 SCALED = {
@@ -45,8 +46,7 @@ def against_transformers(name, text, scaling):
     assert (expected - plain).abs().max() > 0.01 * plain.abs().max()
 
 
-@pytest.mark.parametrize("text", SCALED)
-@pytest.mark.parametrize("name", UNSCALED)
+@pytest.mark.parametrize(("name", "text"), in_turns(UNSCALED, list(SCALED), every=2))
 def test_frequencies_are_those_of_transformers(name, text):
     against_transformers(name, text, SCALED[text])
 

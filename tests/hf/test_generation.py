@@ -29,12 +29,12 @@ from tests.fixtures.generation import (
     whole,
 )
 from tests.fixtures.models import llama, tokens
-from tests.fixtures.turns import in_turns
+from tests.fixtures.turns import in_halves, in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
 
 
-@pytest.mark.parametrize("recipe", STEADY)
+@pytest.mark.parametrize("recipe", in_halves(STEADY, 0))
 def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
     model, ids = extended(recipe), tokens(2, 56)
     made = greedy(model, ids)
@@ -255,7 +255,7 @@ def test_what_a_model_did_before_does_not_matter_to_another_dtype(recipe):
     assert torch.equal(whole(used.bfloat16(), ids), whole(fresh.bfloat16(), ids))
 
 
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize("recipe", in_halves(STEADY + BY_LENGTH, 0))
 def test_inference_mode_and_then_training(recipe):
     """Nothing that inference made may be in the way of a backward pass over the same shapes."""
     model, ids = extended(recipe), tokens(2, 75)
@@ -272,7 +272,7 @@ def test_inference_mode_and_then_training(recipe):
         assert_close(model(ids, use_cache=False).logits, expected, **EXACT)
 
 
-@pytest.mark.parametrize("recipe", STEADY + BY_LENGTH)
+@pytest.mark.parametrize("recipe", in_halves(STEADY + BY_LENGTH, 1))
 def test_autocast(recipe):
     """As a plain model under autocast: half the digits, and neither an error nor another result.
 

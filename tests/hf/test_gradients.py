@@ -21,6 +21,7 @@ from tests.fixtures.dense_llama import (
 )
 from tests.fixtures.finetuning import LONG, assert_same_gradients, gradients, next_token_loss, sample_beyond_one
 from tests.fixtures.models import TRAINED, extend, llama, tokens
+from tests.fixtures.turns import in_turns
 
 ORACLES = {
     "pi:factor=2": {"theta": theta() / 2},
@@ -107,8 +108,7 @@ def test_gradient_checkpointing(recipe, reentrant):
     assert_same_gradients(actual[1], actual[0], 1e-5)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("quiet", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(("recipe", "quiet"), in_turns(RECIPES, [torch.inference_mode, torch.no_grad]))
 def test_evaluation_does_not_spoil_training(recipe, quiet):
     """What is worked out once for a shape, or for a batch, must serve training after evaluation too."""
     ids = tokens(2, 48)

@@ -10,6 +10,7 @@ import isentrope as ise
 from isentrope.models.gau.modeling import gather_positions
 from tests.fixtures.gau import model, tokens
 from tests.fixtures.recipes import TRAINABLE
+from tests.fixtures.turns import in_turns
 
 # the last layer at some positions alone; the training length is 8, so that every method is at work
 SOMEWHERE = {
@@ -55,8 +56,7 @@ def assert_the_same_somewhere(gau, ids, at, **options):
     assert_close(*actual, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("recipe", SOMEWHERE)
+@pytest.mark.parametrize(("recipe", "rows"), in_turns(SOMEWHERE, list(ROWS), every=2))
 def test_the_last_layer_at_some_positions(recipe, rows):
     gau = model(recipe=SOMEWHERE[recipe], max_position_embeddings=8)
     with torch.no_grad():
