@@ -358,3 +358,22 @@ def test_from_python(tmp_path, monkeypatch):
     assert Recipe.parse((tmp_path / "out" / "recipe.txt").read_text()) == actual.recipe
     with pytest.raises(TypeError, match="level"):
         calibrate(llama(**SMALL), rows, 64, level="scalar")
+
+
+def test_python_takes_what_the_command_takes(monkeypatch):
+    monkeypatch.setattr(study, "fit_laws", lambda model, texts, config, *more, **options: config)
+    model, rows = llama(**SMALL), tokens(4, 64).tolist()
+    written = {"windows": "4,8", "factors": "2", "levels": "scalar,near", "budget": "5m"}
+    values = {"windows": [4, 8], "factors": [2.0], "levels": ("scalar", "near"), "budget": 300}
+    recipe = "selfextend:window={window},group={factor}"
+    expected = CalibrationConfig(64, recipe, (4, 8), (2.0,), ("scalar", "near"), 300)
+    assert [calibrate(model, rows, "4x", recipe, **given) for given in (written, values)] == [expected] * 2
+    assert calibrate(model, rows, "2x", train_length=32).length == calibrate(model, rows, "64").length == 64
+    for message, length, settings in (
+        ("length: expected tokens such as 8192, or 4x", "4y", {}),
+        ("length: expected more than the training length", "1x", {}),
+        ("budget: expected a time such as", 64, {"budget": -1}),
+        ("levels: expected some of", 64, {"levels": "scalar,layers"}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, rows, length, **settings)

@@ -21,13 +21,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from isentrope.analysis.observe import entropy_rows
-from isentrope.calibration.config import CalibrationConfig
+from isentrope.calibration.config import CalibrationConfig, resolve_train_length
 from isentrope.calibration.laws import Laws, hash_recipe, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
 from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, count_hits, hide_passkeys, load_prompt_format
 from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, get_default, select_law, split_texts
 from isentrope.evaluation.answers import score_answer
-from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode
+from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, read_causal_config
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.prompts import Prompt, PromptFormat
@@ -36,7 +36,6 @@ from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
 from isentrope.hf.introspection import introspect, introspect_once
-from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import Recipe
 from isentrope.utils.files import write_atomically
 from isentrope.utils.messages import truncate
@@ -72,7 +71,7 @@ class CalibrationResult:
 def calibrate(
     model: str | Path | PreTrainedModel,
     texts: TextInput | Sequence[TextInput],
-    length: int,
+    length: int | str,
     recipe: str = PLAIN,
     *,
     documents: int = 16,
@@ -87,13 +86,13 @@ def calibrate(
         model: a loaded causal transformers model, or a folder or a name on the hub.
         texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
             interval.
-        length: tokens read of each document; the law is fitted up to there.
+        length: tokens read of each document, up to which the law is fitted; "4x" is four times the training length.
         recipe: what gets the law; it may contain {window} and {factor}, and a share law to start from.
         documents: at most this many, the first that are long enough.
         out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; by default nothing is
             left on disk.
         **settings: `windows`, `factors`, `levels`, `budget`, `train_length`, `seed` and `with_retrieval` of
-            `CalibrationConfig`.
+            `CalibrationConfig`, also as on a command line: `levels="scalar,layer"`, `budget="10m"`.
 
     Returns:
         The recipe with the law selected, and all laws compared.
@@ -101,10 +100,11 @@ def calibrate(
     Raises:
         ValueError: too few texts are long enough, or the model is extended already.
     """
-    config = CalibrationConfig(length, recipe, **settings)
+    model_config = read_causal_config(str(model)) if isinstance(model, str | Path) else model.config
+    config = CalibrationConfig.parse_for(model_config, length, recipe, **settings)
     name = get_model_name(model)
-    tokenized = collect_texts(texts, name, length, documents)
-    split_texts(tokenized, length, config.seed)  # fail before a model is loaded
+    tokenized = collect_texts(texts, name, config.length, documents)
+    split_texts(tokenized, config.length, config.seed)  # fail before a model is loaded
     prompts = load_prompt_format(name, required=config.with_retrieval)
     with keep_mode(loaded := as_model(model)):
         folder = None if out is None else Path(out)
@@ -153,9 +153,7 @@ class _Calibration:
         name: str,
         notify: Callable[[str], None],
     ) -> None:
-        trained = config.train_length or read_train_length(model.config.get_text_config())
-        if trained is None:
-            raise ValueError("train_length: expected a number, since this model's config has none")
+        trained = resolve_train_length(config.train_length, model.config)
         if config.length <= trained:
             raise ValueError(f"length: expected more than {trained}, the training length, got {config.length}")
         self.model, self.config, self.out, self.notify, self.trained = model, config, out, notify, trained

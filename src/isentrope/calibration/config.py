@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from isentrope.calibration.select import LEVELS
+from isentrope.evaluation.evaluate import parse_length
 from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
+from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import LayerRecipes
 from isentrope.utils.messages import truncate
 from isentrope.utils.parsing import parse_numbers
@@ -61,13 +66,22 @@ class CalibrationConfig:
 
     @classmethod
     def parse(cls, length: int, recipe: str, **values: Any) -> CalibrationConfig:
-        """Build from command-line values: lists separated by commas, the budget as 10m; None for defaults."""
-        for name, kind in (("windows", int), ("factors", float)):
-            text = values.get(name)
-            values[name] = () if text is None else parse_numbers(name, text, kind, "4,8")
-        levels = values.pop("levels", None)
-        levels = LEVELS if levels is None else tuple(levels.split(","))
-        return cls(length, recipe, levels=levels, budget=parse_seconds(values.pop("budget", None)), **values)
+        """Build from values or their texts: lists separated by commas, the budget as 10m; None for defaults."""
+        values |= {
+            "windows": _parse_list("windows", values.get("windows"), int),
+            "factors": _parse_list("factors", values.get("factors"), float),
+            "levels": _parse_levels(values.get("levels")),
+            "budget": parse_seconds(values.get("budget")),
+        }
+        return cls(length, recipe, **values)
+
+    @classmethod
+    def parse_for(
+        cls, model: PreTrainedConfig | None, length: int | str, recipe: str, **values: Any
+    ) -> CalibrationConfig:
+        """Build as `parse` does, for a model by its config, None for GAU-α; a length such as "4x" is resolved."""
+        trained = resolve_train_length(values.get("train_length"), model)
+        return cls.parse(parse_length(str(length), trained), recipe, **values)
 
     @property
     def recipes(self) -> list[str]:
@@ -85,15 +99,34 @@ class CalibrationConfig:
         return recipes
 
 
-def parse_seconds(text: str | None) -> float | None:
-    """Parse a time such as 90s, 10m or 2h."""
-    if text is None:
+def resolve_train_length(given: int | None, model: PreTrainedConfig | None) -> int:
+    """Return the length given, or the one that a model's config states; None for GAU-α, which states none."""
+    trained = given or (read_train_length(model.get_text_config()) if model is not None else None)
+    if trained is None:
+        raise ValueError("train_length: expected a number, since this model's config has none")
+    return trained
+
+
+def parse_seconds(time: float | str | None) -> float | None:
+    """Parse a time such as 90s, 10m or 2h; a number is in seconds already."""
+    if time is None:
         return None
-    number, unit = text[:-1], text[-1:]
     try:
-        seconds = float(number) * SECONDS_PER_UNIT[unit]
+        seconds = float(time[:-1]) * SECONDS_PER_UNIT[time[-1:]] if isinstance(time, str) else float(time)
     except (ValueError, KeyError):
         seconds = -1.0
     if not 0 < seconds < inf:
-        raise ValueError(f"budget: expected a time such as 90s, 10m or 2h, got {text!r}")
+        raise ValueError(f"budget: expected a time such as 90s, 10m or 2h, got {time!r}")
     return seconds
+
+
+def _parse_list(name: str, values: str | Sequence[float] | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    if isinstance(values, str):
+        return parse_numbers(name, values, kind, "4,8")
+    return tuple(values or ())
+
+
+def _parse_levels(levels: str | Sequence[str] | None) -> tuple[str, ...]:
+    if levels is None:
+        return LEVELS
+    return tuple(levels.split(",") if isinstance(levels, str) else levels)
