@@ -123,3 +123,9 @@ def test_the_page_in_a_browser(page: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     options = ["explore", "--out", str(tmp_path / "page.html"), "--results", str(tmp_path / "none")]
     assert_one_line(CliRunner().invoke(app, options), "results: expected a folder with perplexity.json files")
+
+
+def test_a_folder_without_results(tmp_path: Path) -> None:
+    options = ["explore", "--out", str(tmp_path / "page.html"), "--results", str(tmp_path)]
+    assert_one_line(CliRunner().invoke(app, options), f"results: expected perplexity.json in {tmp_path}")
+    assert not (tmp_path / "page.html").exists()

@@ -28,7 +28,7 @@ def write_explorer(out: Path, checks: Mapping[str, Any], results: Path | None = 
         The page.
 
     Raises:
-        ValueError: the folder is not there.
+        ValueError: the folder is not there, or has no such file.
     """
     folder = files("isentrope.report.html")
     data = {"checks": checks, "measured": collect_curves(results) if results is not None else []}
@@ -46,8 +46,14 @@ def collect_curves(folder: Path) -> list[dict[str, Any]]:
     """Collect the perplexities by position of every `perplexity.json` below a folder, named by where they are."""
     if not folder.is_dir():
         raise ValueError(f"results: expected a folder with perplexity.json files, got {folder}; name another")
+    paths = sorted(folder.rglob("perplexity.json"))
+    if not paths:
+        raise ValueError(
+            f"results: expected perplexity.json in {folder} or below it, got none; name the folder that was --out of "
+            "perplexity, evaluate or compare"
+        )
     curves = []
-    for path in sorted(folder.rglob("perplexity.json")):
+    for path in paths:
         data = read_results(path, RERUN_REMEDY)
         curves.append(
             {
