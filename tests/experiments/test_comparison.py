@@ -166,6 +166,7 @@ def test_mistakes_end_in_one_line(folder):
     assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity, retrieval or time")
     assert_one_line(invoke(folder, "--kinds", "poems"), "nothing is left to measure")
     assert_one_line(invoke(folder, "--kinds", "poems", "--only", "time"), "time is that of reading a text")
+    assert_one_line(invoke(folder, "--without", "zzz"), "without: expected part of a recipe in plan small, got 'zzz'")
 
 
 def time_recipes(folder, out, **more):

@@ -135,7 +135,7 @@ class ComparisonPlan:
             The narrower plan.
 
         Raises:
-            ValueError: Nothing is left.
+            ValueError: Nothing is left, or a text in `without` is in no recipe.
         """
         parts: dict[str, Any] = {}
         wanted = PARTS if only is None else ("perplexity",) if only == TIME else (only,)
@@ -143,6 +143,11 @@ class ComparisonPlan:
             part: Any = getattr(self, name) if name in wanted else None
             texts = {k: v for k, v in part.texts.items() if not kinds or k in kinds} if part else {}
             parts[name] = replace(part, texts=texts) if texts else None
+        known = (*self.recipes, PLAIN) if only == TIME else self.recipes
+        if unknown := [text for text in without if not any(text in recipe for recipe in known)]:
+            raise ValueError(
+                f"without: expected part of a recipe in plan {self.name}, got {unknown[0]!r}; see its recipes"
+            )
         recipes = tuple(recipe for recipe in self.recipes if not any(text in recipe for text in without))
         if only == TIME and parts["perplexity"] is None:
             raise ValueError(f"plan {self.name}: time is that of reading a text of its perplexity, and none is left")
