@@ -18,6 +18,7 @@ from isentrope.report.figures import plan_curves
 from isentrope.report.figures.perplexity import SHARE, TEMPERATURES, _split_recipe
 from isentrope.report.figures.plan_curves import draw_curves
 from isentrope.report.html import fragments, page
+from tests.fixtures.commands import assert_one_line
 from tests.fixtures.study import cell, cells, claim, plan, small, study, write
 
 pytestmark = pytest.mark.figures
@@ -183,7 +184,11 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, harm: Any, message: str) 
 
 
 def test_folders_that_are_not_there_and_broken_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "got no folder" in run(tmp_path / "nowhere").output
+    (tmp_path / "empty").mkdir()
+    remedy = "name the folder that was --out of study run, evaluate or compare"
+    assert_one_line(run(tmp_path / "nowhere"), f"got no folder; {remedy}")
+    assert_one_line(run(tmp_path / "empty"), f"got none; {remedy}")
+    (tmp_path / "empty").rmdir()
     keep_figures(monkeypatch)
     study(tmp_path)
     (tmp_path / "main" / "figures" / "figures.json").write_text("[]")

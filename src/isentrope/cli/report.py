@@ -17,7 +17,8 @@ from isentrope.cli.plans import print_comparison, print_plan, print_recipes
 @errors_in_one_line()
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="A folder that 'isentrope study run' or 'compare' wrote, or one plan's in it.")
+        Path,
+        typer.Argument(help="A folder that was --out of 'study run', 'evaluate' or 'compare', or one plan's in it."),
     ],
     cap: Annotated[bool, typer.Option("--cap", help="Print >500 and <0.1 as the paper does.")] = False,
     as_json: AsJson = False,

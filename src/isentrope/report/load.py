@@ -227,13 +227,12 @@ def load_plans(folder: Path, required: bool = True) -> list[PlanResults]:
     Raises:
         ValueError: if there is no such folder, a file in it is broken, or it has no plan although one is required.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: expected a folder that isentrope study run wrote, got no folder")
+    exists = folder.is_dir()
     folders = find_result_folders(folder, "plan.json")
-    if required and not folders:
+    if not exists or (required and not folders):
         raise ValueError(
-            f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got none; name the folder that "
-            "was --out of study run, evaluate or compare"
+            f"{folder}: expected plan.json or decoder.json in it or in its subfolders, got "
+            f"{'none' if exists else 'no folder'}; name the folder that was --out of study run, evaluate or compare"
         )
     return [_load_plan(path) for path in folders]
 
