@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -76,6 +77,12 @@ def test_a_model_and_a_text_are_enough() -> None:
     own = opening.prepare_opening(str(opening.SHIPPED_MODELS / opening.SHIPPED_LLAMA), "book.txt", None, None, 8)
     assert own.config.length == 4 * 256 and own.config.recipes[1].startswith("rerope:window=128+share")
     assert opening.prepare_opening(None, None, None, "2x", 8).config.length == 512
+
+
+def test_the_help_names_the_recipe_of_each_case() -> None:
+    shown = next(each for each in get_command(app).commands["demo"].params if each.name == "recipe").show_default
+    assert shown == f"auto; {opening.RECIPE} for the small Llama"
+    assert opening.prepare_opening(None, None, None, None, 8).config.recipes == ("plain", opening.RECIPE)
 
 
 def test_auto_is_replaced_by_what_it_stands_for() -> None:

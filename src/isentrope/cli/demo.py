@@ -26,7 +26,8 @@ def demo(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe beside the plain model; auto by default. Repeat for several.",
+            help="A recipe beside the plain model. Repeat for several.",
+            show_default="auto; rerope:window=128+share for the small Llama",
             autocompletion=complete_recipe,
         ),
     ] = None,
