@@ -87,7 +87,7 @@ def calibrate(
         texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
             interval.
         length: tokens read of each document, up to which the law is fitted; "4x" is four times the training length.
-        recipe: what gets the law; it may contain {window} and {factor}, and a share law to start from.
+        recipe: what gets the law; it may contain {window} and {factor}, and a share law to start from; or "auto".
         documents: at most this many, the first that are long enough.
         out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; by default nothing is
             left on disk.

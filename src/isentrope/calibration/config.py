@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.evaluate import parse_length
 from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
+from isentrope.hf.auto import resolve_auto
 from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import LayerRecipes
 from isentrope.utils.messages import truncate
@@ -79,9 +80,12 @@ class CalibrationConfig:
     def parse_for(
         cls, model: PreTrainedConfig | None, length: int | str, recipe: str, **values: Any
     ) -> CalibrationConfig:
-        """Build as `parse` does, for a model by its config, None for GAU-α; a length such as "4x" is resolved."""
+        """Build as `parse` does, with "4x" and `auto` resolved by a model's config; None for GAU-α."""
         trained = resolve_train_length(values.get("train_length"), model)
-        return cls.parse(parse_length(str(length), trained), recipe, **values)
+        tokens = parse_length(str(length), trained)
+        if model is not None:
+            (recipe,) = resolve_auto([recipe], model, tokens)
+        return cls.parse(tokens, recipe, **values)
 
     @property
     def recipes(self) -> list[str]:

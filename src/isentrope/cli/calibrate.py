@@ -40,7 +40,8 @@ def calibrate(
         str,
         typer.Option(
             help="The recipe to fit, which may contain {window} and {factor} and, with near and far keys, "
-            "a temperature and a share law to start from. 'plain': the unchanged model.",
+            "a temperature and a share law to start from. 'auto': the one chosen for the length; 'plain': the "
+            "unchanged model.",
             autocompletion=complete_recipe,
         ),
     ] = "plain",
