@@ -6,7 +6,8 @@ Operations are those that reach a kernel or make a view, counted below autograd:
 do not depend on the machine; microseconds of CPU time do, and are the least of several repeats on one thread.
 --compile: in place of calls, what one more layer adds to `torch.compile` of a whole model: operations of the traced
 graph, Python functions that tracing enters, and CPU time up to the graph ("eager"), up to AOTAutograd's ("aot_eager")
-and up to code ("inductor"); all three take ten minutes or more, rows are written one by one.
+and up to code ("inductor"), the least of three repeats; all three take half an hour or more, rows are written one by
+one.
 --stub-gpu: calls as a GPU's host makes them, up to kernels that do nothing (`stub_gpu`): Python functions that are
 called, and CPU time; then decoded tokens of whole models, by layer and for the rest of a step.
 """
@@ -14,6 +15,7 @@ called, and CPU time; then decoded tokens of whole models, by layer and for the 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -37,7 +39,7 @@ RECIPES = (
     "rerope:window=16+infoscale:train_length=16", "selfextend:window=16,group=4", "rope+window:size=16",
     "rope+sink:sinks=2,size=16",
 )  # fmt: skip
-COMPILED_LAYERS, COMPILERS = (2, 6), ("eager", "aot_eager", "inductor")
+COMPILED_LAYERS, COMPILE_REPEATS, COMPILERS = (2, 6), 3, ("eager", "aot_eager", "inductor")
 MODEL_RECIPES = ("infoscale", "rerope:window=32+infoscale", "selfextend:window=32,group=4", "window:size=24")
 COMPILED_RECIPES = (*MODEL_RECIPES, "rerope:window=32+share:beta=0.75", "sink:sinks=4,size=24", "yarn:factor=4")
 
@@ -217,7 +219,9 @@ def compile_rows(compilers: Sequence[str]) -> Iterator[dict[str, Any]]:
     for compiler in compilers:
         for text in (None, *COMPILED_RECIPES):
             compile_model(text, 1, compiler)
-            first, last = (compile_model(text, layers, compiler) for layers in (few, many))
+            first, last = (
+                min(compile_model(text, layers, compiler) for _ in range(COMPILE_REPEATS)) for layers in (few, many)
+            )
             operations, seconds = ((after - before) / (many - few) for before, after in zip(first, last, strict=True))
             added: dict[str, Any] = {"layers": [few, many], "operations": operations, "us": seconds * 1e6}
             if compiler == COMPILERS[0]:
@@ -238,6 +242,7 @@ def compile_model(text: str | None, layers: int, compiler: str) -> tuple[int, fl
         return inner(graph, inputs)
 
     run = torch.compile(model if text is None else ise.extend(model, text), fullgraph=True, backend=count)
+    gc.collect()  # what earlier graphs have left behind
     begun = time.process_time()
     run(torch.arange(100)[None] % 64, use_cache=False)
     return operations, time.process_time() - begun

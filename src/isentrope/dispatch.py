@@ -16,7 +16,7 @@ from isentrope.backends.decode.backend import DecodeBackend
 from isentrope.backends.dense import DenseBackend
 from isentrope.backends.flex import FlexBackend
 from isentrope.backends.padding import blank_padding
-from isentrope.backends.protocol import Backend, Launch
+from isentrope.backends.protocol import Backend, GraphPlan, Launch
 from isentrope.backends.reference import ReferenceBackend
 from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CALL_VALUES
@@ -87,6 +87,11 @@ def prepare(call: AttentionCall, backend: str) -> Launch | None:
     if call.choice is not None or any(branch.entropy_law is not None for branch in call.branches):
         return None
     return None if call.q.numel() > _max_q_elements(call) else choose_backend(call, backend).prepare(call)
+
+
+def plan_in_graph(call: AttentionCall, backend: str) -> GraphPlan | None:
+    """Return a plan for calls of a graph that differ from this one in q, k and v alone; None where there is none."""
+    return choose_backend(call, backend).plan_in_graph(call)
 
 
 def check_backend(name: str) -> None:

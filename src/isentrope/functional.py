@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends.protocol import Launch
+from isentrope.backends.protocol import GraphPlan, Launch
 from isentrope.builder import Inputs, build_call
 from isentrope.core.call import AttentionCall
 from isentrope.core.dtypes import autocast_disabled
 from isentrope.core.layout import Layout
 from isentrope.core.layout_checks import PositionIds
-from isentrope.dispatch import dispatch, prepare
+from isentrope.dispatch import dispatch, plan_in_graph, prepare
 from isentrope.masks import Mask
 from isentrope.recipe import Recipe, as_recipe
 from isentrope.utils.messages import format_value
@@ -107,6 +107,18 @@ def build_attention(inputs: Inputs, recipe: Recipe) -> AttentionCall:
     _check_tensors(inputs.q, inputs.k, inputs.v)
     with autocast_disabled(inputs.q):
         return build_call(inputs, recipe.resolve())
+
+
+def plan_attention(call: AttentionCall, backend: str) -> GraphPlan | None:
+    """Return what computes a call in a graph, and those like it with other tensors; None where nothing does."""
+    with autocast_disabled(call.q):
+        return plan_in_graph(call, backend)
+
+
+def run_plan(plan: GraphPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the output of `attention` by a plan."""
+    with autocast_disabled(q):
+        return plan.run(q, k, v)
 
 
 def run_attention(call: AttentionCall, backend: str) -> Tensor:

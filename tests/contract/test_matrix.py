@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import isentrope as ise
-from isentrope.backends import chunked, sdpa
+from isentrope.backends import additive_masks, chunked
 from isentrope.dispatch import BACKENDS
 from isentrope.recipe import KINDS
 from tests.contract.matrix import (
@@ -153,7 +153,7 @@ def test_every_part_for_far_keys_meets_every_call_score_and_backend(parts):
 def _several_chunks(monkeypatch):
     """Even at these sizes."""
     monkeypatch.setattr(chunked, "MAX_CHUNK_SCORES", {"cpu": 1 << 13})
-    monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1 << 11)
+    monkeypatch.setattr(additive_masks, "MAX_MASK_ELEMENTS", 1 << 11)
 
 
 @pytest.mark.usefixtures("_several_chunks")

@@ -12,6 +12,8 @@ from isentrope.backends.tile_kernels import expand_mask
 from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype
 
+MAX_MASK_ELEMENTS = 1 << 23
+MAX_CHUNK_ROWS = 512  # of a band: larger chunks leave more pairs to mask
 MAX_SHARED_MASK_QUERIES = 16  # masks of so few are kept with a layout
 WHOLE_MASK = "whole mask"  # kept with a traced branch
 
@@ -22,6 +24,18 @@ class WholeMask(NamedTuple):
     bias: Tensor
     empty: Tensor
     empty_rows: Tensor
+
+
+def count_chunk_rows(branch: FoldedBranch) -> int:
+    """Return how many rows a mask may have."""
+    copies = branch.bounds[0].shape[0] * (1 if branch.slopes is None else branch.q.shape[1])
+    rows = max(1, MAX_MASK_ELEMENTS // max(1, copies * branch.k.shape[2]))
+    return min(MAX_CHUNK_ROWS, rows) if branch.layout.banded else rows
+
+
+def is_one_tile(branch: FoldedBranch) -> bool:
+    """Return whether a branch is one tile, without numbers in slices, so that a traced length may stay a variable."""
+    return not branch.layout.banded and branch.q.shape[2] <= count_chunk_rows(branch)
 
 
 def find_whole_mask(branch: FoldedBranch) -> WholeMask | None:

@@ -158,6 +158,12 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
     torch.logaddexp(lse, other_lse, out=lse)
 
 
+def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `merge_into` writes; outputs in the dtype of log-sum-exps."""
+    weight = torch.sigmoid(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))
+    return torch.lerp(out, other_out, weight[..., None]), torch.logaddexp(lse, other_lse)
+
+
 def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:
     whole = [pad_rows(lse, first, length, -torch.inf) for lse, first in zip(lses, firsts, strict=True)]
     lse = torch.logsumexp(torch.stack(whole), 0)

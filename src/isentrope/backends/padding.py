@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from isentrope.core.call import AttentionCall
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
+from isentrope.core.layout import Layout
 
 MAX_HARMLESS_NORM = 1e15  # products of such numbers stay within fp32
 
@@ -19,7 +20,7 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
     On a CPU the padded slots are read first, which costs less than copying all keys.
     """
     layout = call.layout
-    if not layout.padded or layout.harmless_padding:
+    if not needs_zeros(layout):
         return call
     q, k, v = call.q, call.k, call.v
     if _can_inspect(q, k, v):
@@ -29,15 +30,29 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
         k, v = (x if small else _blank(x, _spread(slots)) for x, small in zip((k, v), inside, strict=True))
         q = q if not any_query or _is_small(q) else _blank_nonfinite(q, _spread(queries))
     else:
-        queries, slots = layout.cached_in_graph("padded vectors", lambda: tuple(map(_spread, layout.padding())))
-        q, k, v = _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
+        q, k, v = blank_vectors(q, k, v, *get_padded_vectors(layout))
     return call if q is call.q and k is call.k and v is call.v else call.set_tensors(q, k, v)
+
+
+def needs_zeros(layout: Layout) -> bool:
+    """Return whether padding may hold what must not enter a product."""
+    return layout.padded and not layout.harmless_padding
+
+
+def get_padded_vectors(layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return which vectors of q, and which of k and v, are padding: (batch or 1, 1, length, 1) each."""
+    return layout.cached_in_graph("padded vectors", lambda: _spread_both(layout.padding()))
+
+
+def blank_vectors(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors with zeros in padded keys and values, and for what is not finite in padded queries."""
+    return _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
 
 
 def blank_queries(call: AttentionCall) -> AttentionCall:
     """Return a call with zeros for what is not finite in padded queries, where anybody reads their outputs."""
     layout, q = call.layout, call.q
-    if not layout.padded or layout.harmless_padding or not layout.padded_queries_matter:
+    if not needs_zeros(layout) or not layout.padded_queries_matter:
         return call
     if _can_inspect(q) and _is_small(q):
         return call
@@ -49,12 +64,16 @@ def _spread(padding: Tensor) -> Tensor:
     return padding[:, None, :, None]
 
 
+def _spread_both(paddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return _spread(paddings[0]), _spread(paddings[1])
+
+
 def _blank(x: Tensor, slots: Tensor) -> Tensor:
     return x.masked_fill(slots, 0)
 
 
 def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
-    return q.masked_fill(queries & ~q.isfinite(), 0)
+    return torch.where(queries, q.nan_to_num(0.0, 0.0, 0.0), q)
 
 
 def _can_inspect(*tensors: Tensor) -> bool:

@@ -26,6 +26,14 @@ class Launch(Protocol):
         ...
 
 
+class GraphPlan(Protocol):
+    """A call in a graph that is being traced, of which all is worked out but its tensors."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output for tensors of the same sizes, without gradients."""
+        ...
+
+
 class Backend(ABC):
     """One way to compute an `AttentionCall`. It uses no recipes and, a shared kernel aside, no other backend.
 
@@ -57,6 +65,10 @@ class Backend(ABC):
 
     def prepare(self, call: AttentionCall) -> Launch | None:
         """Return a launch for calls that differ from this one in q, k and v alone; None where it has none."""
+        return None
+
+    def plan_in_graph(self, call: AttentionCall) -> GraphPlan | None:
+        """Return a plan for calls of a graph that differ from this one in q, k and v alone; None where it has none."""
         return None
 
     def forward_with_entropy(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor] | None:

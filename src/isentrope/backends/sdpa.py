@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isentrope.backends.additive_masks import WholeMask, find_whole_mask, get_additive_mask, get_whole_mask
+from isentrope.backends.additive_masks import (
+    WholeMask,
+    count_chunk_rows,
+    find_whole_mask,
+    get_additive_mask,
+    get_whole_mask,
+    is_one_tile,
+)
 from isentrope.backends.cpu_tiles import Operands, backward_tiles, forward_tiles, tiles_on_cpu
+from isentrope.backends.graph_plan import MaskedPlan, plan_branches
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput
 from isentrope.backends.one_query import forward_one_query, plan_one_query
 from isentrope.backends.tile_kernels import ALL_PAIRS, Tile, backward_tile, forward_tile, takes_fewer_key_heads
@@ -30,9 +38,7 @@ from isentrope.core.position_columns import has_bias, takes_columns, widen_branc
 from isentrope.core.region import Band, Region
 
 MAX_HEAD_DIM = 256
-MAX_MASK_ELEMENTS = 1 << 23
 MAX_MASKED_QUERIES = 16  # whose mask costs nothing
-MAX_CHUNK_ROWS = 512  # in larger chunks a band leaves more pairs to mask
 
 
 def has_fused_kernels(call: AttentionCall) -> bool:
@@ -79,9 +85,12 @@ class SDPABackend(MergedBackend):
             return forward_one_query(call, plan)
         return super().forward(call, need_lse)
 
+    def plan_in_graph(self, call: AttentionCall) -> MaskedPlan | None:
+        return plan_branches(call)
+
     def share_masks(self, branches: list[FoldedBranch]) -> None:
         for branch in branches:
-            if _band_of(branch) is None and _is_one_tile(branch):
+            if _band_of(branch) is None and is_one_tile(branch):
                 get_whole_mask(branch)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
@@ -127,7 +136,7 @@ class SDPABackend(MergedBackend):
             gradients = backward_tile(_make_tile(branch, band), g, o, lse[:, :, rows])
             return _finish_gradients(branch, *gradients)._replace(first=band.first, begin=band.begin)
         tiles = _tiles_of(branch)
-        if tiles is None and _is_one_tile(branch):
+        if tiles is None and is_one_tile(branch):
             tile = _make_whole_tile(branch, get_whole_mask(branch))
             parts = backward_tile(tile, _pad(grad, size), _pad(out, size), lse)
             return _finish_gradients(branch, *(x.to(lse.dtype) for x in parts))
@@ -301,7 +310,7 @@ def _take_rows(x: Tensor, first: int, last: int) -> Tensor:
 
 def _forward_masked(branch: FoldedBranch) -> PartialOutput:
     """Compute a branch under masks, in chunks of rows."""
-    if _is_one_tile(branch):
+    if is_one_tile(branch):
         return _forward_whole(branch, get_whole_mask(branch))
     size = branch.v.shape[-1]
     out = branch.v.new_zeros(*branch.q.shape[:-1], size)
@@ -321,17 +330,6 @@ def _forward_whole(branch: FoldedBranch, mask: WholeMask) -> PartialOutput:
     return PartialOutput(out.masked_fill_(mask.empty_rows, 0), lse.masked_fill_(mask.empty, -inf))
 
 
-def _count_chunk_rows(branch: FoldedBranch) -> int:
-    """Return how many rows a mask may have."""
-    copies = branch.bounds[0].shape[0] * (1 if branch.slopes is None else branch.q.shape[1])
-    return max(1, min(MAX_CHUNK_ROWS, MAX_MASK_ELEMENTS // max(1, copies * branch.k.shape[2])))
-
-
-def _is_one_tile(branch: FoldedBranch) -> bool:
-    """Return whether a branch is one tile, without numbers in slices, so that a traced length may stay a variable."""
-    return not branch.layout.banded and branch.q.shape[2] <= _count_chunk_rows(branch)
-
-
 def _make_whole_tile(branch: FoldedBranch, mask: WholeMask) -> Tile:
     return Tile(*_get_operands(branch), mask.bias, ALL_PAIRS, branch.scale)
 
@@ -339,7 +337,7 @@ def _make_whole_tile(branch: FoldedBranch, mask: WholeMask) -> Tile:
 def _masked_tiles(branch: FoldedBranch) -> Iterator[tuple[slice, slice, Tile]]:
     """Yield the rows of a branch in chunks, each with the keys it may see and their mask."""
     q, k, v = _get_operands(branch)
-    queries, step = q.shape[2], _count_chunk_rows(branch)
+    queries, step = q.shape[2], count_chunk_rows(branch)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         low, high = branch.layout.key_range(branch.region, rows.start, rows.stop)

@@ -37,13 +37,13 @@ class Tile(NamedTuple):
 def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a tile."""
     q, k, v, bias, band, scale = tile
-    if band.anticausal and bias is None and (not q.is_cuda or _takes_cudnn(tile)):
+    if bias is not None:
+        return forward_masked(q, k, v, expand_mask(bias, q, k), scale)
+    if band.anticausal and (not q.is_cuda or _takes_cudnn(tile)):
         out, lse = forward_tile(_turn_around(tile))
         return out.flip(2), lse.flip(2)
     if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, is_causal=band.causal, attn_mask=_expand_bias(tile), scale=scale
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=band.causal, scale=scale)
     if _takes_cudnn(tile):
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
         return out, lse.squeeze(-1)
@@ -53,9 +53,15 @@ def forward_tile(tile: Tile) -> tuple[Tensor, Tensor]:
             scale=scale, **_window_sizes(band),
         )  # fmt: skip
         return out.transpose(1, 2), lse
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _expand_bias(tile), True, 0.0, band.causal, scale=scale
-    )
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, band.causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def forward_masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of all pairs under a mask of every row and head."""
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 

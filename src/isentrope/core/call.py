@@ -162,7 +162,7 @@ class AttentionCall:
     def fold_branch(self, branch: RotatedBranch, k: Tensor | None = None) -> FoldedBranch:
         """Return a branch with everything folded; its keys may be given if they are folded already."""
         assert branch.entropy_law is None, "measure the entropy first"
-        angles = branch.query_angles if branch.traced is None else self._widen_angles(branch, "query")
+        angles = branch.query_angles if branch.traced is None else self.widen_angles(branch, "query")
         q = rotate_and_scale(self.q, angles, branch.tau, self.normalise, self.interleaved)
         k = self.fold_keys(branch) if k is None else k
         laws = branch.slopes, branch.offset, branch.chosen, branch.distance_law
@@ -170,7 +170,7 @@ class AttentionCall:
 
     def fold_keys(self, branch: RotatedBranch, count: int | None = None) -> Tensor:
         """Return the keys, or the first `count`, as a branch rotates them."""
-        k, angles = self.k, branch.key_angles if branch.traced is None else self._widen_angles(branch, "key")
+        k, angles = self.k, branch.key_angles if branch.traced is None else self.widen_angles(branch, "key")
         if count is not None:
             k, angles = k[:, :, :count], angles and (angles[0][:, :, :count], angles[1][:, :, :count])
         elif angles is not None and (seen := self._find_seen_keys(branch)) is not None:
@@ -180,7 +180,7 @@ class AttentionCall:
             return torch.cat((k[:, :, : seen.start], inside, k[:, :, seen.stop :]), 2)
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
 
-    def _widen_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
+    def widen_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
         """Return the angles of queries or keys in a graph: of whole vectors widened, once for its layers."""
         assert branch.traced is not None
         angles = branch.query_angles if kind == "query" else branch.key_angles

@@ -40,7 +40,7 @@ def compute_angles(position: Tensor | float | None, frequencies: Tensor, dtype: 
 def widen_angles(angles: Angles) -> Angles:
     """Return cos of every entry of a whole vector in half layout, and sin with the sign that its other entry takes.
 
-    Rotating by these is four operations in place of eleven, each of which Dynamo would trace in every layer.
+    Rotating by these is three operations in place of eleven, each of which Dynamo would trace in every layer.
     """
     cos, sin = angles
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -154,7 +154,7 @@ def _rotate_and_scale(
         y = normalise_vectors(y)
     if cos is not None and sin is not None:
         wide = cos.shape[-1] == x.shape[-1]
-        y = y * cos + y.roll(cos.shape[-1] // 2, -1) * sin if wide else rotate(y, cos, sin, interleaved)
+        y = torch.addcmul(y * cos, y.roll(cos.shape[-1] // 2, -1), sin) if wide else rotate(y, cos, sin, interleaved)
     if tau is not None:
         y = y * tau[..., None]
     return cast(y, x.dtype)

@@ -17,11 +17,11 @@ from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import get_autocast_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
-from isentrope.functional import attention, build_attention, run_attention
+from isentrope.functional import attention, build_attention, plan_attention, run_attention, run_plan
 from isentrope.hf.decoding import prepare_launch, run_launch, takes_launch
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
-from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, TracedLayout
+from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, TracedCall, TracedLayout
 from isentrope.hf.mask import apply_position_ids, make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
@@ -162,9 +162,10 @@ class Layer(nn.Module):
             out = attention(query, key, value, recipe, backend=self.backend, **options)
         else:
             built = build_attention(Inputs(query, key, value, **options), recipe)
+            plan = plan_attention(built, self.backend)
             if recipe is self.recipe and built.shared is not None:
-                traced.add_call(recipe, self._list_options(call, query), built)
-            out = run_attention(built, self.backend)
+                traced.add_call(TracedCall(recipe, self._list_options(call, query), built, plan))
+            out = run_attention(built, self.backend) if plan is None else run_plan(plan, query, key, value)
         return out.transpose(1, 2).contiguous()
 
     def _attend_like_earlier(self, call: LayerCall, traced: TracedLayout) -> Tensor | None:
@@ -175,10 +176,14 @@ class Layer(nn.Module):
         earlier = traced.find_call(self.recipe, self._list_options(call, query))
         if earlier is None:
             return None
-        return run_attention(earlier.set_tensors(query, key, value), self.backend).transpose(1, 2).contiguous()
+        if earlier.plan is not None and not torch.is_grad_enabled():
+            out = run_plan(earlier.plan, query, key, value)
+        else:
+            out = run_attention(earlier.call.set_tensors(query, key, value), self.backend)
+        return out.transpose(1, 2).contiguous()
 
     def _list_options(self, call: LayerCall, query: Tensor) -> tuple[Any, ...]:
-        return call.scaling, self.causal, query.shape[1], query.shape[3], query.dtype
+        return call.scaling, self.causal, query.shape[1], query.shape[3], call.value.shape[3], query.dtype
 
     def _find_rows(self, parallel: SequenceParallel, call: LayerCall) -> ShardedRows | None:
         """Return the rows that other processes have parts of, None where the whole is here."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from isentrope.backends.protocol import GraphPlan
 from isentrope.core.caching import register_owner
 from isentrope.core.call import AttentionCall
 from isentrope.core.layout import Layout
@@ -50,6 +51,7 @@ class TracedCall(NamedTuple):
     recipe: Recipe
     options: tuple[Any, ...]  # scaling, causal, heads, their size and dtype
     call: AttentionCall
+    plan: GraphPlan | None
 
 
 class TracedLayout(NamedTuple):
@@ -65,17 +67,17 @@ class TracedLayout(NamedTuple):
     layout: Layout
     calls: list[TracedCall]
 
-    def find_call(self, recipe: Recipe, options: tuple[Any, ...]) -> AttentionCall | None:
+    def find_call(self, recipe: Recipe, options: tuple[Any, ...]) -> TracedCall | None:
         """Return the call that an earlier layer built from the same."""
         for traced in self.calls:
             if traced.recipe is recipe and traced.options == options:
-                return traced.call
+                return traced
         return None
 
-    def add_call(self, recipe: Recipe, options: tuple[Any, ...], call: AttentionCall) -> None:
+    def add_call(self, call: TracedCall) -> None:
         """Keep a call for the layers after this one, unless this is a graph inside the graph."""
         if can_share_in_graph():
-            self.calls.append(TracedCall(recipe, options, call))
+            self.calls.append(call)
 
 
 class LayoutCache:
