@@ -41,7 +41,10 @@ RECIPES = (
 )  # fmt: skip
 COMPILED_LAYERS, COMPILE_REPEATS, COMPILERS = (2, 6), 3, ("eager", "aot_eager", "inductor")
 MODEL_RECIPES = ("infoscale", "rerope:window=32+infoscale", "selfextend:window=32,group=4", "window:size=24")
-COMPILED_RECIPES = (*MODEL_RECIPES, "rerope:window=32+share:beta=0.75", "sink:sinks=4,size=24", "yarn:factor=4")
+COMPILED_RECIPES = (
+    *MODEL_RECIPES, "selfextend:window=32,group=4+infoscale", "rerope:window=32+share:beta=0.75",
+    "sink:sinks=4,size=24", "yarn:factor=4",
+)  # fmt: skip
 
 GPU_RECIPES = {
     "ReRoPE": "rerope:window=64",
