@@ -1,7 +1,7 @@
 """Branches under masks in a graph that is being traced: what layers alike share, and what each of them adds.
 
-Dynamo interprets every line that a layer runs, a tenth of a millisecond each. So all that does not depend on q, k and v
-is worked out once: a plan has masks, angles and τ, and to run it takes no choices and makes no objects.
+Dynamo interprets every instruction that a layer runs, a tenth of a millisecond each. So all that depends on no q, k or
+v is worked out once: a plan has masks, angles and τ, and running it makes no choices and no objects.
 """
 
 from __future__ import annotations

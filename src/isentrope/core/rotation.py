@@ -74,6 +74,8 @@ def rotate_and_scale(
         return x
     cos, sin = (None, None) if angles is None else angles
     if torch.compiler.is_compiling():  # a graph fuses this with its surroundings
+        if cos is not None and sin is not None and tau is None and not normalise and cos.shape[-1] == x.shape[-1]:
+            return _rotate_wide(x, cos, sin)
         return _rotate_and_scale(x, cos, sin, tau, normalise, interleaved)
     if _has_kernel(x, cos, tau, normalise, interleaved):
         differentiated = (x.requires_grad and torch.is_grad_enabled()) or is_transformed()
@@ -154,10 +156,17 @@ def _rotate_and_scale(
         y = normalise_vectors(y)
     if cos is not None and sin is not None:
         wide = cos.shape[-1] == x.shape[-1]
-        y = torch.addcmul(y * cos, y.roll(cos.shape[-1] // 2, -1), sin) if wide else rotate(y, cos, sin, interleaved)
+        y = _rotate_wide(y, cos, sin) if wide else rotate(y, cos, sin, interleaved)
     if tau is not None:
         y = y * tau[..., None]
     return cast(y, x.dtype)
+
+
+def _rotate_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate whole vectors by angles from `widen_angles`, in x's dtype."""
+    y = x if x.dtype == cos.dtype else x.to(cos.dtype)
+    y = torch.addcmul(y * cos, y.roll(y.shape[-1] // 2, -1), sin)
+    return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
