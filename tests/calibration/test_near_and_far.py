@@ -17,7 +17,7 @@ from isentrope.calibration.calibrate import calibrate, fit_laws
 from isentrope.calibration.config import CalibrationConfig
 from isentrope.calibration.laws import make_laws
 from isentrope.calibration.optimize import FitProblem
-from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys, load_prompt_format
 from isentrope.data.corpus import read_sympy_documents
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
@@ -183,9 +183,7 @@ def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_counted(modules, tmp_
             scores = [score_answer(model, prompt) for prompt in hidden.values()]
         assert found[name] == sum(score["likeliest"] == score["answer"] for score in scores)
     table = " ".join(print_table(actual.path).split())
-    assert (
-        f"of {len(hidden)}: {found['closed']} under the closed law, {found['scalar']} under the one selected" in table
-    )
+    assert f"of {len(hidden)}: closed law {found['closed']}, law selected {found['scalar']}" in table
 
     lines = []
     monkeypatch.setattr(prompts.tokenizer, "decode", lambda *_, **__: "")  # nothing to hide one in
@@ -217,6 +215,9 @@ def test_what_a_budget_stopped_and_what_no_temperature_repairs_is_said(tmp_path)
 def test_without_a_tokenizer_no_passkey_can_be_hidden():
     with pytest.raises(ValueError, match="token"):
         calibrate(llama(**SMALL), tokens(4, 64).tolist(), 64, "rerope:window=8", with_retrieval=True)
+    lines = []
+    assert load_prompt_format("", required=False, notify=lines.append) is None
+    assert lines[0].startswith("passkeys are not counted: ")
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("calibrate.json")), ids=lambda path: path.parent.name)

@@ -36,6 +36,16 @@ def test_raw_files_are_those_whose_hashes_were_recorded(check):
     assert [line for line in check.check_hashes(write=False) if not line.startswith(growing)] == []
 
 
+def test_plans_of_fitted_laws_are_those_of_the_fits(tmp_path):
+    script = tmp_path / "fitted.py"
+    shutil.copy(RESULTS / "share" / "fitted.py", script)
+    subprocess.run([sys.executable, script, RESULTS / "share"], check=True)
+    written = {path.name: path.read_text() for path in tmp_path.glob("*.yaml")}
+    assert written and all((RESULTS / "share" / name).read_text() == text for name, text in written.items())
+    actual = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    assert actual.returncode == 1 and "expected smollm2-calibrate/calibrate.json of a finished fit" in actual.stderr
+
+
 def test_marked_blocks_are_printed_from_the_raw_files(check):
     assert list(check.check_pages(write=False)) == []
 

@@ -1,4 +1,4 @@
-"""Write the plans that put fitted laws to passkeys and needles: python docs/results/share/fitted.py [RESULTS]
+"""Write the plans that measure passkeys and needles under fitted laws: python docs/results/share/fitted.py [RESULTS]
 
 Under each method the closed law and the pair that was fitted under it (RESULTS/*-calibrate/calibrate.json, by
 default those beside this script); one plan a model and length, PLAN-fitted.yaml beside this script.
@@ -40,6 +40,8 @@ def write_plan(name: str, results: Path) -> None:
     prefix, model, times, trained, depths = PLANS[name]
     fits = [results / f"{prefix}{method}-calibrate" / "calibrate.json" for method in METHODS]
     recipes = [recipe for path in fits for recipe in read_recipes(path)]
+    if not recipes:
+        raise SystemExit(f"{results}: expected {prefix}-calibrate/calibrate.json of a finished fit, got none")
     lines = [
         f"# isentrope compare docs/results/share/{name}-fitted.yaml --model {model} --data texts --out results/share",
         f"title: Fitted laws, {model} at {times} times its training length of {trained} tokens",

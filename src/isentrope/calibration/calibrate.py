@@ -130,8 +130,8 @@ def fit_laws(
         out: a folder for `calibrate.json` and `recipe.txt`, from which an interrupted run resumes.
         name: what the results call the model.
         notify: called with each message.
-        prompts: how passkeys are put to the model. Without `config.with_retrieval` they decide nothing: those that the
-            law selected finds are counted beside those of the default law.
+        prompts: how passkeys are put to the model. Without `config.with_retrieval` they decide nothing: answers under
+            the law selected are counted beside those under the default law.
     """
     if (own := get_recipe(model)) != Recipe():
         raise ValueError(
@@ -327,14 +327,15 @@ class _Calibration:
         return beyond + RETRIEVAL_WEIGHT * self.measure_answers(recipe, texts)
 
     def count_passkeys(self, laws: dict[str, Recipe], prompts: PromptFormat | None) -> dict[str, int] | None:
-        """Count those hidden in held-out texts that are found under each law; None where a model cannot be asked."""
+        """Count the answers to passkeys hidden in held-out texts under each law; None where no prompt can be made."""
         if prompts is None or self.passkeys:
             return None
         try:
-            return count_hits(self.model, laws, self.held_out, prompts, self.config.length, self.config.seed)
+            hidden = hide_passkeys(self.held_out, prompts, self.config.length, self.config.seed)
         except ValueError as error:
             self.notify(f"passkeys are not counted: {error}")
             return None
+        return count_hits(self.model, laws, list(hidden.values())) | {"count": len(hidden)}
 
     def measure_fitting(self, recipe: Recipe) -> float:
         """Measure the mean objective of the texts to fit to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 
 import torch
@@ -19,13 +19,16 @@ from isentrope.recipe import Recipe
 RETRIEVAL_WEIGHT = 0.1  # of -ln p for a token of the answer, against the loss for a token of text
 
 
-def load_prompt_format(name: str, gguf_file: str | None = None, *, required: bool) -> PromptFormat | None:
-    """Load how passkeys are put to a model; None for one without a tokenizer, unless it is required."""
+def load_prompt_format(
+    name: str, gguf_file: str | None = None, *, required: bool, notify: Callable[[str], None] = lambda line: None
+) -> PromptFormat | None:
+    """Load the prompt format of a model; None, with a message, for one without a tokenizer unless it is required."""
     try:
         return PromptFormat.from_tokenizer(load_tokenizer(name, gguf_file))
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
         if required:
             raise
+        notify(f"passkeys are not counted: {error}")
         return None
 
 
@@ -40,21 +43,11 @@ def hide_passkeys(texts: Sequence[Text], prompts: PromptFormat, length: int, see
     return hidden
 
 
-def count_hits(
-    model: PreTrainedModel,
-    laws: Mapping[str, Recipe],
-    texts: Sequence[Text],
-    prompts: PromptFormat,
-    length: int,
-    seed: int,
-) -> dict[str, int]:
-    """Count the passkeys hidden in texts that a model finds under each recipe, and all of them ("count").
-
-    Found: every token of the answer is the likeliest.
-    """
-    hidden, hits = hide_passkeys(texts, prompts, length, seed), {}
+def count_hits(model: PreTrainedModel, laws: Mapping[str, Recipe], prompts: Iterable[Prompt]) -> dict[str, int]:
+    """Count the prompts that a model answers under each recipe: every token of the answer is the likeliest."""
+    hits = {}
     for name, recipe in laws.items():
         with under_recipe(model, recipe), torch.no_grad():
-            scores = [score_answer(model, prompt) for prompt in hidden.values()]
+            scores = [score_answer(model, prompt) for prompt in prompts]
         hits[name] = sum(score["likeliest"] == score["answer"] for score in scores)
-    return hits | {"count": len(hidden)}
+    return hits

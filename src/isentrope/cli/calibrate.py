@@ -128,7 +128,7 @@ def calibrate(
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, tokens, documents)
     split_texts(documents_read, tokens, seed)  # checked before a model is loaded
-    prompts = load_prompt_format(model, gguf_file, required=with_retrieval)
+    prompts = load_prompt_format(model, gguf_file, required=with_retrieval, notify=print_progress)
     loaded = load_on_device(model, device, dtype, gguf_file)
     with Output(as_json) as output:
         result = fit_laws(loaded, documents_read, config, out, Path(model).name, print_progress, prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,7 @@ from isentrope.report.tables.perplexity import style_perplexity
 from isentrope.report.tables.style import TABLE_STYLE
 from isentrope.utils.files import RERUN_REMEDY
 
-DEFAULT_LABELS = {"infoscale": "InfoScale", "closed": "the closed law", "given": "the law given"}
 MAX_RISE = 1.5  # of perplexity, past the training length over inside
-CLOSED_LAWS = ("none", "infoscale", "logn", "power", "closed", "given")
 CANDIDATE_LABELS = {
     "none": "none",
     "infoscale": "InfoScale",
@@ -110,13 +109,13 @@ def has_passkeys(data: dict[str, Any]) -> bool:
 def _warn_of_lost_answers(data: dict[str, Any]) -> str:
     """Say what a law fitted to the loss alone finds, or that it may find less, where passkeys were not put to it."""
     chosen = data["chosen"]
-    if chosen in CLOSED_LAWS or has_passkeys(data):
+    if chosen not in data["fits"] or has_passkeys(data):
         return ""
     if (hits := data.get("passkeys")) is not None:
-        default = next(name for name in hits if name in CLOSED_LAWS)
+        default = next(name for name in hits if name not in (chosen, "count"))
         text = (
-            f"Passkeys found in held-out texts, of {hits['count']}: {hits[default]} under {DEFAULT_LABELS[default]}, "
-            f"{hits[chosen]} under the one selected"
+            f"Passkeys found in held-out texts, of {hits['count']}: {CANDIDATE_LABELS[default]} {hits[default]}, "
+            f"law selected {hits[chosen]}"
         )
     elif any(row["name"] == "closed" for row in data["candidates"]):
         text = "It may find fewer answers far back"
@@ -129,10 +128,11 @@ def _warn_of_new_distances(data: dict[str, Any]) -> str:
     """Say where distances are new to a model that a temperature alone does not help."""
     chosen = next(row for row in data["candidates"] if row["name"] == data["chosen"])
     inside, last = chosen["perplexity"][0], chosen["perplexity"][-2]
-    if get_reference(data) == "closed" or last is None or last < MAX_RISE * inside:
+    rise = inf if last is None else last / inside
+    if get_reference(data) == "closed" or rise < MAX_RISE:
         return ""
     return (
-        f"\nStill {last / inside:.3g} times the perplexity inside: a temperature does not repair distances that are "
+        f"\nStill {rise:.3g} times the perplexity inside: a temperature does not repair distances that are "
         f"new to a model; fit --recipe rerope:window={data['train_length'] // 2} instead."
     )
 
