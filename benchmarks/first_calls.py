@@ -1,6 +1,6 @@
 """First calls with kernels on disk, what a new shape compiles, and torch.compile's time for one more layer.
 
-Each is measured in processes of their own, since a first call comes once in a process. Called by `targets`.
+Each is measured in processes of their own, since a first call comes once in a process. The group `first`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import first_calls
 import retrieve
 import targets
 import torch
@@ -33,12 +34,13 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from isentrope.core.caching import clear_caches
 from isentrope.utils.provenance import collect_provenance
 
 WIDE = 180  # columns that the table takes
 Group = Callable[[], Iterator[Job]]
 GROUPS = (
-    "targets", "attention", "window", "share", "retrieve", "backward", "memory", "scaling", "decoding", "gau",
+    "targets", "first", "attention", "window", "share", "retrieve", "backward", "memory", "scaling", "decoding", "gau",
     "compilation", "others", "cpu",
 )  # fmt: skip
 
@@ -87,6 +89,10 @@ def groups(size: Sizes, names: list[str], model: str | None = None, gguf_file: s
         if name in ("targets", "cpu"):
             inputs.free()
             return getattr(targets, name)(size)
+        if name == "first":
+            inputs.free()
+            clear_caches(keep_compiled=True)
+            return first_calls.list_jobs(size)
         if name == "others":
             import others
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import first_calls
 import torch
 from calls import (
     CAUSAL,
@@ -33,7 +32,6 @@ from torch import Tensor
 
 import isentrope as ise
 from isentrope.core import switches
-from isentrope.core.caching import clear_caches
 from isentrope.core.layout import Layout
 
 BACKWARD_FLOPS = 3.5  # of forward and backward together, in forwards
@@ -44,14 +42,12 @@ BOTH = {"causal": False}
 
 
 def targets(size: Sizes) -> Iterator[Job]:
-    """Calls without switches first, then those with, which may fail; compilation, the longest, last."""
+    """Calls without switches first, then those with, which may fail."""
     for case in list_prompts(size):
         yield from _list_jobs(size, case)
     yield from _list_decoding(size)
     for case in (*list_switched(size), *list_rows(size), *list_bidirectional(size), *list_retrieve(size)):
         yield from _list_jobs(size, case)
-    clear_caches(keep_compiled=True)
-    yield from first_calls.list_jobs(size)
 
 
 def cpu(size: Sizes) -> Iterator[Job]:

@@ -92,20 +92,28 @@ repeat() {  # one configuration twice, plainly and with algorithms that give the
     done
 }
 
-llamas() {  # heads of 32, 64 and 128, three seeds; the corpus is SymPy's sources
-    local length=0 size=0 seed=0 steps=4000 more=() seconds=60
-    [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=5; }
+llamas() {  # heads of 32, 64 and 128, seeds side by side; the corpus is SymPy's sources
+    local seed=0 status=0 running=()
     [ -e "$out/sympy/manifest.json" ] || within isentrope data prepare sympy --out "$out/sympy" --test 20 || return
     [ -e "$out/texts/modules.jsonl" ] || python "$here/share/modules.py" "$out/sympy" --out "$out/texts" || return
+    for seed in 0 1 2; do
+        llamas_of_seed $seed &
+        running+=($!)
+    done
+    for seed in "${running[@]}"; do wait "$seed" || status=$?; done
+    return $status
+}
+
+llamas_of_seed() {
+    local length=0 size=0 steps=4000 more=() seconds=600
+    [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=5; }
     for length in 256 128 512; do
         for size in 64 32 128; do
-            for seed in 0 1 2; do
-                local run=$out/llamas/n$length-d$size-s$seed
-                within isentrope train --data "$out/sympy" --out "$run" --preset causal --length $length --steps $steps --seed $seed \
-                    --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
-                within isentrope compare "$here/share/small-llama-$length.yaml" --model "$run/best" --data "$out/texts" \
-                    --out "$out/llamas/results-d$size-s$seed" --seconds $seconds || return
-            done
+            local run=$out/llamas/n$length-d$size-s$1
+            within isentrope train --data "$out/sympy" --out "$run" --preset causal --length $length --steps $steps --seed "$1" \
+                --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
+            within isentrope compare "$here/share/small-llama-$length.yaml" --model "$run/best" --data "$out/texts" \
+                --out "$out/llamas/results-d$size-s$1" --seconds $seconds || return
         done
     done
 }

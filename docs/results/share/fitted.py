@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 FILLERS = (
     ", ".join(f"{kind}: {kind}-filler.jsonl" for kind in ("novels", "technical", "speeches")) + ", repetitive: null"
 )
-METHODS = ("", "-selfextend", "-leakyrerope")  # in the folders' names; the first is ReRoPE
+METHODS = ("", "-selfextend", "-leakyrerope", "-retrieval")  # in the folders' names; ReRoPE first, last with passkeys
 # plan: the folders of its fits begin so, the model, times its training length of so many tokens, depths
 PLANS = {
     "smollm2-32k": ("smollm2", "SmolLM2-135M-Instruct", 4, 8192, (0, 25, 50, 75)),
@@ -39,7 +39,7 @@ def read_recipes(path: Path) -> list[str]:
 def write_plan(name: str, results: Path) -> None:
     prefix, model, times, trained, depths = PLANS[name]
     fits = [results / f"{prefix}{method}-calibrate" / "calibrate.json" for method in METHODS]
-    recipes = [recipe for path in fits for recipe in read_recipes(path)]
+    recipes = list(dict.fromkeys(recipe for path in fits for recipe in read_recipes(path)))
     if not recipes:
         raise SystemExit(f"{results}: expected {prefix}-calibrate/calibrate.json of a finished fit, got none")
     lines = [
