@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from isentrope.recipe import Recipe
 from isentrope.report.load import Grid, Row, load_plans
 
 HERE = Path(__file__).parent
@@ -36,9 +35,9 @@ PRIOR = "prior, −ln(n / n_tr)"
 PRIOR_POWER = "prior + Power on far keys"
 
 
-def load_tables() -> ModuleType:
-    """Load share/tables.py, which is a script."""
-    spec = spec_from_file_location("share_tables", HERE / "share" / "tables.py")
+def load_script(name: str) -> ModuleType:
+    """Load a script of the folder share."""
+    spec = spec_from_file_location(f"share_{name}", HERE / "share" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -46,7 +45,7 @@ def load_tables() -> ModuleType:
     return module
 
 
-TABLES = load_tables()
+TABLES = load_script("tables")
 Column = tuple[dict[str, float], int, int]
 
 
@@ -277,76 +276,6 @@ def render_share_gau() -> str:
         for grid in grids:
             accuracy, perplexity = read_gau(grid, row, "acc"), read_gau(grid, row, "ppl")
             cells.append(MISSING if accuracy is None else f"{accuracy:.3f} ({format_perplexity(perplexity)})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return join_lines(lines)
-
-
-FITS = ("none", "infoscale", "logn", "power", "scalar", "layer", "head")
-FIT_NAMES = {"infoscale": "InfoScale", "logn": "LogN", "power": "Power", "scalar": "**one fitted pair**"}
-FIT_NAMES |= {"layer": "fitted by layer", "head": "fitted by head"}
-
-
-FITTED_MODELS = {  # how the folders of their fits begin
-    "the Llama that ships, 256 → 2048": "llama",
-    "stories15M, 256 → 1024": "stories15M",
-    "TinyLlama, 2048 → 8192": "tinyllama",
-    "TinyLlama, 2048 → 32,768": "tinyllama-32k",
-    "SmolLM2, 8192 → 32,768": "smollm2",
-    "SmolLM2, 8192 → 131,072": "smollm2-131k",
-    "Gemma-3-270M, 32,768 → 131,072": "gemma",
-}
-FITTED_METHODS = {"ReRoPE": "", "SelfExtend": "-selfextend", "Leaky ReRoPE": "-leakyrerope"}
-
-
-def render_share_fits() -> str:
-    """Print held-out perplexity beyond the training length against the closed law, of each fitted model and method."""
-    titles = ["against `share`, held out", "β, γ of the pair", *(FIT_NAMES.get(name, name) for name in FITS)]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for model, prefix in FITTED_MODELS.items():
-        for method, middle in FITTED_METHODS.items():
-            folder = f"{prefix}{middle}-calibrate"
-            path = HERE / "share" / folder / "calibrate.json"
-            if not path.exists():
-                continue
-            data = json.loads(path.read_text(encoding="utf-8"))
-            candidates: dict[str, dict[str, Any]] = {candidate["name"]: candidate for candidate in data["candidates"]}
-            beta, gamma = data["fits"]["scalar"]["values"][0][0]
-            links = f"[numbers]({folder}/calibrate.json), [figure]({folder}/calibrate.png)"
-            cells = [f"{model}: {method} ({links})", f"{beta:.2f}, {gamma:.3f}".replace("-", "−")]
-            for name in FITS:
-                against = candidates.get(name, {}).get("against", {}).get("closed")
-                values = [against[key][-1] for key in ("percent", "low", "high")] if against else []
-                cells.append("{:+.2f} % ({:+.2f} to {:+.2f})".format(*values).replace("-", "−") if values else MISSING)
-            lines.append(f"| {' | '.join(cells)} |")
-    return join_lines(lines)
-
-
-FITTED_PLANS = {  # with the answers of fitted laws: how the folders of its fits begin
-    "smollm2-32k": ("SmolLM2 at 32,768", "smollm2"),
-    "smollm2-131k": ("SmolLM2 at 131,072", "smollm2-131k"),
-    "tinyllama-8k": ("TinyLlama at 8192", "tinyllama"),
-    "tinyllama-32k": ("TinyLlama at 32,768", "tinyllama-32k"),
-}
-
-
-def render_share_fits_found() -> str:
-    """Print answers found under the closed law and under the pair fitted, and what the pair does to perplexity."""
-    lines = ["| | plain inside | " + " | ".join(FITTED_METHODS) + " |", "|---" * (2 + len(FITTED_METHODS)) + "|"]
-    for plan, (name, prefix) in FITTED_PLANS.items():
-        found: dict[str, list[int]] = {}
-        for filler in FILLERS:
-            for cell in TABLES.read_cells(f"{plan}-fitted", f"{filler}-filler", "retrieval.json")[1]:
-                counts = found.setdefault(cell["recipe"], [0, 0])
-                counts[0] += cell["forced"]
-                counts[1] += cell["count"]
-        cells = ["{} of {}".format(*found["plain"])]
-        for middle in FITTED_METHODS.values():
-            data = json.loads((HERE / "share" / f"{prefix}{middle}-calibrate" / "calibrate.json").read_text("utf-8"))
-            pair = next(candidate for candidate in data["candidates"] if candidate["name"] == "scalar")
-            gamma, percent = data["fits"]["scalar"]["values"][0][0][1], pair["against"]["closed"]["percent"][-1]
-            closed = found[f"{data['recipe']}+share:beta=0.5"][0]
-            fitted, count = found[str(Recipe.from_dict(pair["recipe"]))]
-            cells.append(f"{closed} → {fitted} of {count} (γ = {gamma:.2f}, {percent:+.1f} %)".replace("-", "−"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return join_lines(lines)
 

@@ -46,6 +46,35 @@ def test_plans_of_fitted_laws_are_those_of_the_fits(tmp_path):
     assert actual.returncode == 1 and "expected smollm2-calibrate/calibrate.json of a finished fit" in actual.stderr
 
 
+def test_claims_about_small_llamas_are_decided_by_what_is_measured(check, tmp_path):
+    script, edges = check.fit_blocks.SMALL_LLAMAS, [0, 256, 4096]
+    with pytest.raises(SystemExit, match="expected results-d"):
+        script.render_claims(tmp_path)
+    losses = {"rerope:window=8": 1.3, "rerope:window=8+infoscale": 1.2, "rerope:window=8+power": 1.2}
+    losses |= {"rerope:window=8+share:beta=0.5": 1.1, "selfextend:window=8,group=6+infoscale": 1.2}
+    losses["selfextend:window=8,group=6+share:beta=0.5"] = 1.2
+    for length in script.LENGTHS:
+        for size in script.SIZES:
+            before = script.render_claims(tmp_path) if (length, size) == (512, 128) else ""
+            for seed in script.SEEDS:
+                cells = [
+                    {"recipe": recipe, "text": str(text), "loss": [0, (loss + 0.1 * text) * 3840]}
+                    for recipe, loss in losses.items()
+                    for text in range(4)
+                ]
+                path = script.get_path(tmp_path, length, size, seed)
+                path.parent.mkdir(parents=True)
+                path.write_text(json.dumps({"config": {"edges": edges}, "cells": cells}), encoding="utf-8")
+    assert "Not measured in full: length 512 with heads of 128." in before and "| all |" not in before
+    rows = script.render_claims(tmp_path).splitlines()
+    assert len(rows) == 2 + 4 * (9 + 1) + 2 and rows[-1] == "Not measured in full: none."
+    assert sum(" | superior |" in row for row in rows) == 3 * 10  # no gain with SelfExtend
+    expected = (
+        "| `rerope+infoscale` below `rerope` | all | all | 9.5 % | 9.5 to 9.5 % | 36 of 36 | 9 | 0.00 | superior |"
+    )
+    assert expected in rows
+
+
 def test_marked_blocks_are_printed_from_the_raw_files(check):
     assert list(check.check_pages(write=False)) == []
 
