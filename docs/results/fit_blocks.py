@@ -66,36 +66,40 @@ def list_fits(prefix: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield method, prefix + middle, data
 
 
+FOUND_TITLES = ("plain inside", "closed law", "fitted pair", "γ", "perplexity", "−ln p for a token")
+
+
 def render_share_fits_found() -> str:
-    """Print answers found under the closed law and under the pair fitted, and what the pair does to perplexity."""
-    lines = ["| | plain inside | " + " | ".join(FITTED_METHODS) + " |", "|---" * (2 + len(FITTED_METHODS)) + "|"]
+    """Print answers found under the closed law and under the pair fitted, and what else the pair changes."""
+    lines = [f"| | {' | '.join(FOUND_TITLES)} |", "|---" * (1 + len(FOUND_TITLES)) + "|"]
     for plan, (name, prefix) in FITTED_PLANS.items():
-        found = count_found(f"{plan}-fitted")
-        for title, middles in ((name, FITTED_METHODS), ("… fitted to loss and passkeys", WITH_PASSKEYS)):
-            fits = [read_fit(prefix + middles[method]) if method in middles else None for method in FITTED_METHODS]
-            if any(fits):
-                cells = [MISSING if data is None else describe_found(data, found) for data in fits]
-                lines.append(f"| {title} | {' | '.join(['{} of {}'.format(*found['plain']), *cells])} |")
+        found = read_found(f"{plan}-fitted")
+        for method, _, data in list_fits(prefix):
+            pair = next(candidate for candidate in data["candidates"] if candidate["name"] == "scalar")
+            gamma, percent = data["fits"]["scalar"]["values"][0][0][1], pair["against"]["closed"]["percent"][-1]
+            closed, fitted = found[f"{data['recipe']}+share:beta=0.5"], found[str(Recipe.from_dict(pair["recipe"]))]
+            rise = sum(loss - closed[place][1] for place, (_, loss) in fitted.items()) / len(fitted)
+            counts = [count_found(answers) for answers in (found["plain"], closed, fitted)]
+            numbers = [text.replace("-", "−") for text in (f"{gamma:.3f}", f"{percent:+.1f} %", f"{rise:+.2f}")]
+            lines.append(f"| {name}: {method} | {' | '.join(counts + numbers)} |")
     return join_lines(lines)
 
 
-def count_found(plan: str) -> dict[str, tuple[int, int]]:
-    """Count answers under each recipe in all fillers: found, and all."""
-    found: dict[str, tuple[int, int]] = {}
+Answers = dict[tuple[str, str, float], tuple[int, float]]  # by filler, task and depth: whether found, -ln p of a token
+
+
+def read_found(plan: str) -> dict[str, Answers]:
+    """Read the answers under each recipe, of plans with one example in each place."""
+    found: dict[str, Answers] = {}
     for filler in FILLERS:
         for cell in TABLES.read_cells(plan, f"{filler}-filler", "retrieval.json")[1]:
-            right, count = found.get(cell["recipe"], (0, 0))
-            found[cell["recipe"]] = right + cell["forced"], count + cell["count"]
+            place = filler, cell["task"], cell["depth"]
+            found.setdefault(cell["recipe"], {})[place] = cell["forced"], -cell["logprob"]
     return found
 
 
-def describe_found(data: dict[str, Any], found: dict[str, tuple[int, int]]) -> str:
-    """Write answers under the closed law and under a fitted pair, its γ and its change of perplexity."""
-    pair = next(candidate for candidate in data["candidates"] if candidate["name"] == "scalar")
-    gamma, percent = data["fits"]["scalar"]["values"][0][0][1], pair["against"]["closed"]["percent"][-1]
-    closed = found[f"{data['recipe']}+share:beta=0.5"][0]
-    fitted, count = found[str(Recipe.from_dict(pair["recipe"]))]
-    return f"{closed} → {fitted} of {count} (γ = {gamma:.3f}, {percent:+.1f} %)".replace("-", "−")
+def count_found(answers: Answers) -> str:
+    return f"{sum(right for right, _ in answers.values())} of {len(answers)}"
 
 
 def render_small_llamas() -> str:

@@ -17,7 +17,7 @@ from isentrope.calibration.calibrate import calibrate, fit_laws
 from isentrope.calibration.config import CalibrationConfig
 from isentrope.calibration.laws import make_laws
 from isentrope.calibration.optimize import FitProblem
-from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys, load_prompt_format
+from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, hide_passkeys, judge_answers, load_prompt_format
 from isentrope.data.corpus import read_sympy_documents
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
@@ -31,6 +31,7 @@ from isentrope.share import Share
 from tests.calibration.test_calibrate import SMALL, texts
 from tests.fixtures.models import llama, tokens
 
+RISES = np.array([0.3, -0.3, 0.2, -0.2, 0.1, -0.1])
 BEST = {"values": [[[0.75, -0.1]]], "loss": 1.0, "objective": 1.0}
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 LLAMA = str(SHIPPED_MODELS / "llama")
@@ -168,7 +169,7 @@ def test_texts_to_fit_to_are_measured_only_where_that_decides():
     assert {cell["text"] for cell in actual.data["cells"]} == held_out and actual.data["tried"] == []
 
 
-def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_counted(modules, tmp_path, monkeypatch):
+def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_compared(modules, tmp_path, monkeypatch):
     model, prompts = load_on_device(LLAMA, "cpu", "float32"), PromptFormat.from_tokenizer(load_tokenizer(LLAMA))
     monkeypatch.setattr(fitting, "select_law", lambda objectives, seed: ("scalar", "a test says so"))
     monkeypatch.setattr(fitting, "fit_law", lambda problem, history, on_evaluation: history.append(BEST) or "converged")
@@ -177,18 +178,46 @@ def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_counted(modules, tmp_
     found, recipes = actual.data["passkeys"], {row["name"]: Recipe.from_dict(row["recipe"]) for row in actual.rows}
     names = {text["sha256"] for text in actual.data["texts"] if text["part"] == "held-out"}
     hidden = hide_passkeys([text for text in modules if text.sha256 in names], prompts, 512, 0)
-    assert [*found] == ["closed", "scalar", "count"] and found["count"] == len(hidden)
-    for name in ("closed", "scalar"):
+    assert [*found["laws"]] == ["closed", "scalar"] and actual.warning is None
+    for name, summary in found["laws"].items():
         with ise.extended(model, recipes[name]), torch.no_grad():
             scores = [score_answer(model, prompt) for prompt in hidden.values()]
-        assert found[name] == sum(score["likeliest"] == score["answer"] for score in scores)
+        assert summary["hits"] == sum(score["likeliest"] == score["answer"] for score in scores)
+        assert summary["count"] == len(hidden)
+        assert summary["loss"] == pytest.approx(np.mean([-score["logprob"] / score["answer"] for score in scores]))
+    rise = found["laws"]["scalar"]["loss"] - found["laws"]["closed"]["loss"]
+    assert found["change"] == {"loss": pytest.approx(rise), "low": None, "high": None}  # two texts
     table = " ".join(print_table(actual.path).split())
-    assert f"of {len(hidden)}: closed law {found['closed']}, law selected {found['scalar']}" in table
+    scores = [f"{score['hits']} of {len(hidden)}, {score['loss']:.3f}" for score in found["laws"].values()]
+    assert f"closed law {scores[0]}; law selected {scores[1]}. --with-retrieval judges by these as well." in table
 
     lines = []
     monkeypatch.setattr(prompts.tokenizer, "decode", lambda *_, **__: "")  # nothing to hide one in
     actual = fit_laws(model, modules, config, notify=lines.append, prompts=prompts)
     assert actual.data["passkeys"] is None and lines[-1].startswith("passkeys are not counted: ")
+
+
+@pytest.mark.parametrize(
+    ("rises", "warns"),
+    [
+        (0.4 + RISES, True),
+        (0.1 + RISES, False),  # on four of six texts
+        (0.0005 + 0.001 * RISES, False),  # sure, but too small
+        (-0.4 + RISES, False),
+        ((0.4 + RISES)[:5], False),  # too few for an interval
+    ],
+)
+def test_a_law_that_answers_clearly_worse_is_warned_of(rises, warns, tmp_path):
+    judged = judge_answers(rises, "closed")
+    sure = len(rises) == 6
+    assert judged["change"]["loss"] == pytest.approx(rises.mean()) and (judged["change"]["low"] is not None) == sure
+    data = json.loads((RESULTS / "share" / "smollm2-selfextend-calibrate" / "calibrate.json").read_text())
+    scores = {name: {"loss": 0.5, "hits": 2, "count": len(rises)} for name in ("closed", "scalar")}
+    (path := tmp_path / "calibrate.json").write_text(json.dumps(data | {"passkeys": {"laws": scores} | judged}))
+    table = " ".join(print_table(path).split())
+    warning = "Answers are clearly worse than under the closed law, by 0.4 nats a token (95 %: 0.23 to 0.57)"
+    assert (judged["warning"] is not None) == warns == (f"{warning}: fit with --with-retrieval." in table)
+    assert warns != ("--with-retrieval judges by these as well" in table)
 
 
 def test_a_law_fitted_to_the_loss_alone_warns_of_lost_answers():

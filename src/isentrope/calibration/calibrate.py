@@ -24,7 +24,14 @@ from isentrope.analysis.observe import entropy_rows
 from isentrope.calibration.config import CalibrationConfig, resolve_train_length
 from isentrope.calibration.laws import Laws, hash_recipe, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
-from isentrope.calibration.passkeys import RETRIEVAL_WEIGHT, count_hits, hide_passkeys, load_prompt_format
+from isentrope.calibration.passkeys import (
+    RETRIEVAL_WEIGHT,
+    compare_passkeys,
+    compute_answer_losses,
+    hide_passkeys,
+    load_prompt_format,
+    summarize_answers,
+)
 from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, get_default, select_law, split_texts
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, read_causal_config
@@ -66,6 +73,11 @@ class CalibrationResult:
     def rows(self) -> list[dict[str, Any]]:
         """The laws compared, with their perplexity on held-out text by bucket and beyond the training length."""
         return list(self.data["candidates"])
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence where a law fitted to the loss alone answers passkeys clearly worse than the default law."""
+        return (self.data["passkeys"] or {}).get("warning")
 
 
 def calibrate(
@@ -131,7 +143,7 @@ def fit_laws(
         name: what the results call the model.
         notify: called with each message.
         prompts: how passkeys are put to the model. Without `config.with_retrieval` they decide nothing: answers under
-            the law selected are counted beside those under the default law.
+            the law selected are compared with those under the default law.
     """
     if (own := get_recipe(model)) != Recipe():
         raise ValueError(
@@ -179,14 +191,17 @@ class _Calibration:
         recipes |= self.fit_levels(laws)
         objectives = {name: self.measure_objective(recipe, self.held_out) for name, recipe in recipes.items()}
         chosen, reason = select_law(objectives, self.config.seed)
-        compared = {name: recipes[name] for name in (get_default(recipes), chosen)}
+        passkeys = None
+        if prompts is not None and chosen in LEVELS and not self.passkeys:
+            compared = {name: recipes[name] for name in (get_default(recipes), chosen)}
+            passkeys = compare_passkeys(self.model, compared, self.held_out, prompts, self.config, self.notify)
         self.data |= {
             "recipe": str(laws.base),
             "retrieval_weight": RETRIEVAL_WEIGHT if self.passkeys else None,
             "candidates": self.build_rows(laws, recipes),
             "chosen": chosen,
             "reason": reason,
-            "passkeys": self.count_passkeys(compared, prompts) if chosen in LEVELS else None,
+            "passkeys": passkeys,
             "entropy": self.measure_entropy(laws.base, recipes[chosen]),
         }
         self.save()
@@ -318,24 +333,12 @@ class _Calibration:
         """Measure -ln p for a token of each text's passkey, (texts,); 0 where none is hidden."""
         if not self.passkeys:
             return np.zeros(len(texts))
-        scores = [self.measure(recipe, text)["passkey"] for text in texts]
-        return np.array([-score["logprob"] / score["answer"] for score in scores])
+        return compute_answer_losses([self.measure(recipe, text)["passkey"] for text in texts])
 
     def measure_objective(self, recipe: Recipe, texts: Sequence[Text]) -> Array:
         """Measure what decides, (texts,): the loss beyond the training length, and that of answers with a weight."""
         beyond = self.measure_losses(recipe, texts)[:, -1]
         return beyond + RETRIEVAL_WEIGHT * self.measure_answers(recipe, texts)
-
-    def count_passkeys(self, laws: dict[str, Recipe], prompts: PromptFormat | None) -> dict[str, int] | None:
-        """Count the answers to passkeys hidden in held-out texts under each law; None where no prompt can be made."""
-        if prompts is None or self.passkeys:
-            return None
-        try:
-            hidden = hide_passkeys(self.held_out, prompts, self.config.length, self.config.seed)
-        except ValueError as error:
-            self.notify(f"passkeys are not counted: {error}")
-            return None
-        return count_hits(self.model, laws, list(hidden.values())) | {"count": len(hidden)}
 
     def measure_fitting(self, recipe: Recipe) -> float:
         """Measure the mean objective of the texts to fit to."""
@@ -354,10 +357,7 @@ class _Calibration:
                 if other in losses
             }
             if self.passkeys:
-                scores = [self.measure(recipe, text)["passkey"] for text in self.held_out]
-                hits = sum(score["likeliest"] == score["answer"] for score in scores)
-                loss = float(self.measure_answers(recipe, self.held_out).mean())
-                row["retrieval"] = {"loss": loss, "hits": hits, "count": len(scores)}
+                row["retrieval"] = summarize_answers([self.measure(recipe, text)["passkey"] for text in self.held_out])
             rows.append(row)
         return rows
 

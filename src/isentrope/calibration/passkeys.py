@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from isentrope.calibration.config import CalibrationConfig
+from isentrope.calibration.select import LABELS, carries_interval, is_clearly_worse
 from isentrope.data.tasks import Haystack, draft_example, fill_to_length
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import load_tokenizer
+from isentrope.evaluation.metrics import Array, mean_interval
 from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.texts import Text
@@ -43,11 +48,62 @@ def hide_passkeys(texts: Sequence[Text], prompts: PromptFormat, length: int, see
     return hidden
 
 
-def count_hits(model: PreTrainedModel, laws: Mapping[str, Recipe], prompts: Iterable[Prompt]) -> dict[str, int]:
-    """Count the prompts that a model answers under each recipe: every token of the answer is the likeliest."""
-    hits = {}
+def compute_answer_losses(scores: Sequence[Mapping[str, Any]]) -> Array:
+    """Compute -ln p for a token of each answer, from what `score_answer` gives."""
+    return np.array([-score["logprob"] / score["answer"] for score in scores])
+
+
+def summarize_answers(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average -ln p for a token over answers, and count those all of whose tokens are the likeliest."""
+    hits = sum(score["likeliest"] == score["answer"] for score in scores)
+    return {"loss": float(compute_answer_losses(scores).mean()), "hits": hits, "count": len(scores)}
+
+
+def compare_passkeys(
+    model: PreTrainedModel,
+    laws: Mapping[str, Recipe],
+    texts: Sequence[Text],
+    prompts: PromptFormat,
+    config: CalibrationConfig,
+    notify: Callable[[str], None],
+) -> dict[str, Any] | None:
+    """Compare answers to passkeys hidden in held-out texts under two laws.
+
+    Args:
+        model: a causal model.
+        laws: two recipes by name: that of the default law, and that of the law selected.
+        texts: those held out.
+        prompts: how passkeys are put to the model.
+        config: the tokens of each text, and the seed.
+        notify: called with a message where no passkey can be hidden.
+
+    Returns:
+        `laws`: of each, -ln p for a token and how many were found. `change`: that of -ln p, with a 95 % interval where
+        there are texts enough. `warning`: a sentence where the law selected answers clearly worse, else None. Nothing
+        where no passkey can be hidden.
+    """
+    try:
+        hidden = hide_passkeys(texts, prompts, config.length, config.seed)
+    except ValueError as error:
+        notify(f"passkeys are not counted: {error}")
+        return None
+    scores = {}
     for name, recipe in laws.items():
         with under_recipe(model, recipe), torch.no_grad():
-            scores = [score_answer(model, prompt) for prompt in prompts]
-        hits[name] = sum(score["likeliest"] == score["answer"] for score in scores)
-    return hits
+            scores[name] = [score_answer(model, prompt) for prompt in hidden.values()]
+    summaries = {name: summarize_answers(answers) for name, answers in scores.items()}
+    default, selected = map(compute_answer_losses, scores.values())
+    return {"laws": summaries} | judge_answers(selected - default, next(iter(laws)), config.seed)
+
+
+def judge_answers(rises: Array, default: str, seed: int = 0) -> dict[str, Any]:
+    """Say by how much -ln p for a token of each answer rises against the default law, and warn where that is clear."""
+    mean, low, high = map(float, mean_interval(rises, seed))
+    if not carries_interval(len(rises)):
+        return {"change": {"loss": mean, "low": None, "high": None}, "warning": None}
+    warning = (
+        f"Answers are clearly worse than under {LABELS[default]}, by {mean:.2g} nats a token (95 %: {low:.2g} to "
+        f"{high:.2g}): fit with --with-retrieval."
+    )
+    change = {"loss": mean, "low": low, "high": high}
+    return {"change": change, "warning": warning if is_clearly_worse(rises, seed) else None}

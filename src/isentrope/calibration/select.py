@@ -72,12 +72,10 @@ def select_law(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
     best = min(means, key=lambda name: means[name])
     limit = min(means[name] for name in DEFAULTS if name in means)
 
-    def clearly_worse(name: str) -> bool:
-        mean, low, _ = mean_interval(losses[name] - losses[best], seed)
-        return bool(mean > MAX_TIE_NATS and low > 0)
-
     chosen = next(
-        name for name in (*LAWS, *LEVELS) if name in losses and means[name] <= limit and not clearly_worse(name)
+        name
+        for name in (*LAWS, *LEVELS)
+        if name in losses and means[name] <= limit and not is_clearly_worse(losses[name] - losses[best], seed)
     )
     if chosen in LEVELS:
         why = "the best" if chosen == best else f"the simplest that is not clearly worse than the best ({best})"
@@ -85,6 +83,12 @@ def select_law(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
     fitted = any(level in losses for level in LEVELS)
     why = f"no fitted law is clearly better than {LABELS[chosen]} on held-out text" if fitted else "no law was fitted"
     return chosen, f"{why}: {LABELS[chosen]} is kept"
+
+
+def is_clearly_worse(rises: Array, seed: int = 0) -> bool:
+    """Return whether losses of texts rise by more than MAX_TIE_NATS, and by more than nothing in 95 % of draws."""
+    mean, low, _ = mean_interval(rises, seed)
+    return bool(mean > MAX_TIE_NATS and low > 0)
 
 
 def get_default(losses: Container[str]) -> str:

@@ -71,7 +71,7 @@ def build_calibration_table(results: Path) -> Table:
             format_perplexity(pairs[0][0]),  # the same for all candidates
             *(style_perplexity(x, bold=x == lowest) for x, lowest in pairs[1:]),
             "" if row["name"] == reference else _format_change(row["against"][reference]),
-            *([_format_passkeys(row)] if has_passkeys(data) else []),
+            *([_format_passkeys(row["retrieval"])] if has_passkeys(data) else []),
         )
     return table
 
@@ -86,7 +86,7 @@ def build_card_rows(results: Path) -> list[dict[str, Any]]:
             column: f"{row['perplexity'][-1]:.4g}",
             f"against {CANDIDATE_LABELS[reference]}": f"{row['against'][reference]['percent'][-1]:+.2f} %",
         }
-        | ({"passkeys": _format_passkeys(row)} if has_passkeys(data) else {})
+        | ({"passkeys": _format_passkeys(row["retrieval"])} if has_passkeys(data) else {})
         for row in data["candidates"]
     ]
 
@@ -111,17 +111,17 @@ def _warn_of_lost_answers(data: dict[str, Any]) -> str:
     chosen = data["chosen"]
     if chosen not in data["fits"] or has_passkeys(data):
         return ""
-    if (hits := data.get("passkeys")) is not None:
-        default = next(name for name in hits if name not in (chosen, "count"))
-        text = (
-            f"Passkeys found in held-out texts, of {hits['count']}: {CANDIDATE_LABELS[default]} {hits[default]}, "
-            f"law selected {hits[chosen]}"
-        )
+    advice = "--with-retrieval judges by these as well."
+    if (passkeys := data.get("passkeys")) is not None:
+        labels = [CANDIDATE_LABELS[name] if name != chosen else "law selected" for name in passkeys["laws"]]
+        scores = [_format_passkeys(score) for score in passkeys["laws"].values()]
+        pairs = "; ".join(f"{label} {score}" for label, score in zip(labels, scores, strict=True))
+        text = f"Passkeys found in held-out texts, and -ln p for a token: {pairs}. {passkeys['warning'] or advice}"
     elif any(row["name"] == "closed" for row in data["candidates"]):
-        text = "It may find fewer answers far back"
+        text = f"It may find fewer answers far back; {advice}"
     else:
         return ""
-    return f"\nFitted to the loss alone. {text}; --with-retrieval judges by these as well."
+    return f"\nFitted to the loss alone. {text}"
 
 
 def _warn_of_new_distances(data: dict[str, Any]) -> str:
@@ -156,8 +156,7 @@ def _describe_passkeys(data: dict[str, Any]) -> str:
     return f"passkeys: found, and -ln p for a token of the answer, which counts {weight} of a token's loss.\n"
 
 
-def _format_passkeys(row: dict[str, Any]) -> str:
-    score = row["retrieval"]
+def _format_passkeys(score: dict[str, Any]) -> str:
     return f"{score['hits']} of {score['count']}, {score['loss']:.3f}"
 
 
