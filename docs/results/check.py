@@ -6,7 +6,7 @@
 Checked: the hash of every raw file (hashes.json, with the commits that measured it); the numbers of every plan's
 table.md and beside.md, and its claims.json; the leaderboards of frontier/README.md; and in pages the blocks between
 `<!-- numbers: NAME ARGUMENTS -->` and `<!-- end -->`, each printed by the function `render_NAME` of study_blocks.py,
-share_blocks.py, fit_blocks.py, study_costs.py or benchmark_blocks.py.
+paper_blocks.py, share_blocks.py, fit_blocks.py, study_costs.py or benchmark_blocks.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ sys.path.insert(0, str(HERE))  # what prints the blocks is beside this file
 
 import benchmark_blocks  # noqa: E402
 import fit_blocks  # noqa: E402
+import paper_blocks  # noqa: E402
 import share_blocks  # noqa: E402
 import study_blocks  # noqa: E402
 import study_costs  # noqa: E402
@@ -51,6 +52,7 @@ RAW_FILES = (
 RECORD = "measured anew? record it: python docs/results/check.py --write"
 PAGES = (
     "docs/results/README.md",
+    "docs/results/paper/README.md",
     "docs/results/archive/README.md",
     "docs/results/share/README.md",
     "docs/laws.md",
@@ -167,7 +169,7 @@ def render(name: str, arguments: list[str]) -> str:
 
 RENDERERS: dict[str, Callable[..., str]] = {
     name.removeprefix("render_"): function
-    for module in (study_blocks, share_blocks, fit_blocks, study_costs, benchmark_blocks)
+    for module in (study_blocks, paper_blocks, share_blocks, fit_blocks, study_costs, benchmark_blocks)
     for name, function in vars(module).items()
     if name.startswith("render_")
 }

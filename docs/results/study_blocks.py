@@ -168,22 +168,6 @@ def render_verdicts(folder: str, wanted: str = "") -> str:
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
 
 
-def render_windows() -> str:
-    """Print what CosScale changes in methods with a window, in one pre-training of the archive."""
-    grid = load_grid(f"{STATUTES}/main")
-    lines = [
-        "| the paper: CosScale improves … | verdict | at 4096 | 95 % interval, over documents |",
-        "|---|---|---|---|",
-    ]
-    for method in ("LM-Infinite", "StreamingLLM", "Windowed"):
-        (run,) = grid.differences(Row(method, "plain"), Row(method, "C.S."), LENGTH, "acc")
-        effect = estimate_effect([run])
-        low, high = effect.interval()
-        verdict = "does not hold, one model" if high < 0 else "undecided, one model"
-        lines.append(f"| {method} | **{verdict}** | {effect.mean:+.3f} | {low:+.3f} to {high:+.3f} |")
-    return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
-
-
 def render_components(folder: str) -> str:
     """Print the standard deviations of each claim's difference over what varied, of accuracy."""
     lines = [

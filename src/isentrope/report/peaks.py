@@ -104,7 +104,7 @@ def decide_peaks(peaks: Sequence[Peak]) -> list[Verdict]:
     rises = {"text": RISES, "verdict": NOT_MEASURED, "words": "fewer than two α"}
     if falls:
         fall, first, second = max(falls)
-        change = f"{-fall:+.2f} from α = {first:g} to {second:g}"
+        change = f"{round(-fall, 2) + 0:+.2f} from α = {first:g} to {second:g}"
         rises |= {"verdict": FAILS if fall > FALL else HOLDS, "words": f"least change {change}; a fall is {FALL:g}"}
     agrees = {"text": AGREES, "verdict": NOT_MEASURED, "words": "no α"}
     if errors:
