@@ -10,6 +10,7 @@ A row of a later file replaces the same row of earlier ones. A block without row
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,7 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-18-h200-share.json": (),
     "2026-11-18-cpu.json": (),
     "2026-11-18-cpu-others.json": (),
+    "2026-11-18-h200-others.json": (),
 }
 MISSING = "Not measured yet."
 SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default
@@ -66,10 +68,12 @@ def read_rows() -> tuple[Row, ...]:
     """Return the rows with a ratio of all files, a later one in place of an earlier one of the same name."""
     rows: dict[tuple[str, str, int], Row] = {}
     for name, groups in FILES.items():
-        for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"]:
+        document = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for row in document["rows"]:
             known = row.get("ratio") is not None and not row["method"].endswith("growth")
             if known and (not groups or row["group"] in groups):
-                rows[row["group"], row["method"], row["n"]] = row
+                hardware = document["provenance"]["hardware"]
+                rows[row["group"], row["method"], row["n"]] = row | {"hardware": hardware}
     return tuple(rows.values())
 
 
@@ -127,6 +131,15 @@ def render_benchmark_ratios(groups: str, *words: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_benchmark_others() -> str:
+    """Print ours relative to what others run, a column a length on a GPU and then on a CPU, whose windows differ."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in sorted(_choose("others", ("",)), key=lambda row: ("NVIDIA" not in row["hardware"], row["n"])):
+        name, device = re.sub(r" \d+(/\d+)?", "", row["method"]), "GPU" if "NVIDIA" in row["hardware"] else "CPU"
+        cells.setdefault(name, {})[f"{device}, {row['n']:,}"] = _format_ratio(row)
+    return _format_cells(cells)
+
+
 def render_benchmark_switches() -> str:
     """Print what each switch changes: time with it, divided by that of the same call without, which took turns."""
     lines = ["| switch | call | tokens | with ÷ without |", "|---|---|---|---|"]
@@ -151,10 +164,7 @@ def render_benchmark_decoding() -> str:
     for row in _choose("decoding", DECODED):
         recipe, _, column = row["method"].partition(", ")
         cells.setdefault(recipe, {})[column] = _format_ratio(row)
-    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    lines += [f"| {recipe} | {' | '.join(found.get(c, '') for c in columns)} |" for recipe, found in cells.items()]
-    return "\n".join(lines) + "\n"
+    return _format_cells(cells)
 
 
 def render_benchmark_million() -> str:
@@ -189,6 +199,14 @@ def _is_switched(row: Row) -> bool:
 
 def _choose(groups: str, begins: tuple[str, ...]) -> list[Row]:
     return [row for row in read_rows() if row["group"] in groups.split(",") and row["method"].startswith(begins)]
+
+
+def _format_cells(rows: dict[str, dict[str, str]]) -> str:
+    """Format a table of cells, by row and column; columns come as they are first seen."""
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {name} | {' | '.join(cells.get(c, '') for c in columns)} |" for name, cells in rows.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _format_ratio(row: Row) -> str:

@@ -129,15 +129,33 @@ def test_the_script_of_the_study_names_plans_that_ship():
 def test_tables_of_benchmarks_take_the_latest_row(check, tmp_path, monkeypatch):
     blocks = check.benchmark_blocks
     row = {"group": "rows", "method": "window, padded", "n": 64, "baseline": "8 rows", "target": 1.1}
+    made = {"provenance": {"hardware": "NVIDIA H200"}}
     for name, ratio in (("a.json", 1.3), ("b.json", 1.2)):
         rows = [row | {"ratio": ratio, "met": False, "of_peak": 0.5}, row | {"n": 128, "ratio": None, "met": None}]
-        (tmp_path / name).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+        (tmp_path / name).write_text(json.dumps(made | {"rows": rows}), encoding="utf-8")
     monkeypatch.setattr(blocks, "RESULTS", tmp_path)
-    (tmp_path / "c.json").write_text(json.dumps({"rows": [row | {"ratio": 9.0, "met": False}]}), encoding="utf-8")
+    row |= {"ratio": 9.0, "met": False}
+    (tmp_path / "c.json").write_text(json.dumps(made | {"rows": [row]}), encoding="utf-8")
     monkeypatch.setattr(blocks, "FILES", {"a.json": (), "b.json": (), "c.json": ("others",)})
     blocks.read_rows.cache_clear()
     lines = check.render("benchmark_ratios", ["rows"]).splitlines()
     assert lines[0] == "| | 64 | target | of the card's peak |"
     assert lines[2] == "| window, padded | **1.20** | 1.1 | 50% |"
     assert check.render("benchmark_ratios", ["prefill"]) == check.render("benchmark_ratios", ["rows", "128"])
+    blocks.read_rows.cache_clear()
+
+
+def test_what_others_run_has_columns_of_each_device(check, tmp_path, monkeypatch):
+    blocks = check.benchmark_blocks
+    row = {"group": "others", "n": 64, "met": None}
+    measured = {"Some CPU": ("ReRoPE 8 against two", 0.25), "NVIDIA H200": ("ReRoPE 16/4 against two", 0.5)}
+    for n, (hardware, (method, ratio)) in enumerate(measured.items(), 1):
+        rows = [row | {"method": method, "ratio": ratio, "n": 64 * n}]
+        document = {"provenance": {"hardware": hardware}, "rows": rows}
+        (tmp_path / f"{n}.json").write_text(json.dumps(document), encoding="utf-8")
+    monkeypatch.setattr(blocks, "RESULTS", tmp_path)
+    monkeypatch.setattr(blocks, "FILES", {"1.json": (), "2.json": ()})
+    blocks.read_rows.cache_clear()
+    lines = check.render("benchmark_others", []).splitlines()
+    assert lines == ["| | GPU, 128 | CPU, 64 |", "|---|---|---|", "| ReRoPE against two | 0.50 | 0.25 |"]
     blocks.read_rows.cache_clear()
