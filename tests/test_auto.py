@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isentrope.recipe import Recipe
-from isentrope.recipe.auto import ModelFacts, choose_recipe, is_auto, parse_length, read_auto_length
+from isentrope.recipe.auto import ModelFacts, choose_recipe, is_auto, read_auto_length
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,6 @@ def test_what_is_chosen_and_why(facts, length, recipe, words):
         (lambda: choose_recipe(ModelFacts(None), 4096), "states the training length, got None; name a recipe"),
         (lambda: choose_recipe(ModelFacts(64, is_rotary=False), "2x"), "expected a model with rotary embeddings"),
         (lambda: choose_recipe(ModelFacts(64), "far"), "expected tokens such as 8192, or 4x"),
-        (lambda: parse_length(True, 64), "got True"),
-        (lambda: parse_length(0, 64), "got 0"),
         (lambda: read_auto_length("auto"), "needs the length that the model is to read; write auto:length=4x"),
         (lambda: read_auto_length("auto:window=4"), "expected auto:length=4x"),
         (lambda: read_auto_length("auto:length=4x", 4096), "expected one length, got length=4096 too; leave one out"),

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.cli import app
 from isentrope.evaluation import perplexity
-from isentrope.evaluation.evaluate import choose_edges, parse_length, usual_recipes
+from isentrope.evaluation.evaluate import choose_edges, parse_longer_length, usual_recipes
 from isentrope.evaluation.loading import load_tokenizer
 from isentrope.evaluation.ranking import choose_best, finds_fewer, forgets, rank_recipes
 from isentrope.evaluation.recipe_texts import check_recipes
@@ -200,7 +200,7 @@ def test_usual_recipes_stay_well_within_angles_that_the_model_has_seen():
 
 
 def test_lengths_and_their_buckets(rows, tmp_path):
-    assert [parse_length(text, 256) for text in ("4x", "4×train", "1.5x", "300")] == [1024, 1024, 384, 300]
+    assert [parse_longer_length(text, 256) for text in ("4x", "4×train", "1.5x", "300")] == [1024, 1024, 384, 300]
     assert choose_edges(256, 1024) == (0, 128, 256, 512, 1024)
     assert choose_edges(256, 520) == (0, 128, 256, 520)  # eight tokens alone would say nothing
     decoder = {"model": str(tmp_path), "dtype": "float32", "gguf_file": None}

@@ -192,16 +192,6 @@ def test_a_model_is_freed():
     assert gone() is None
 
 
-@pytest.mark.parametrize(("kind", "length"), [("llama3", 256), ("yarn", 32)])
-def test_the_training_length_of_scaled_frequencies(kind, length):
-    """llama3's scaling comes with training at the longer length, YaRN's need not."""
-    scaling = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
-    if kind == "llama3":
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    model = ise.extend(llama(max_position_embeddings=256, rope_parameters=scaling), "infoscale")
-    assert f"train_length={length}" in ise.describe(model).recipe
-
-
 def test_a_description_does_not_print_whole_tables():
     beta = torch.linspace(0.1, 0.9, 8).view(2, 4)
     description = ise.describe(ise.extend(llama(), ise.Recipe(position=ise.ReRoPE(16), share=ise.Share(beta))))

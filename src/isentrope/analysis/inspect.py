@@ -28,8 +28,8 @@ from isentrope.evaluation.results import write_results
 from isentrope.evaluation.texts import Text, TextInput, iterate_documents
 from isentrope.hf.capture import CapturedAttention, get_recipe
 from isentrope.hf.extend import extend, restore
-from isentrope.hf.layer_plan import read_train_length
 from isentrope.hf.names import CONFIG_KEY
+from isentrope.hf.train_length import read_train_length
 from isentrope.models.gau.config import LEARNED_WEIGHTS, GAUAlphaConfig
 from isentrope.pretrained import (
     load_pretrained,

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from isentrope.calibration.select import LEVELS
-from isentrope.evaluation.evaluate import parse_length
+from isentrope.evaluation.evaluate import parse_longer_length
 from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
 from isentrope.hf.auto import resolve_auto
-from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.train_length import read_train_length
 from isentrope.recipe import LayerRecipes
 from isentrope.utils.messages import truncate
 from isentrope.utils.parsing import parse_numbers
@@ -82,7 +82,7 @@ class CalibrationConfig:
     ) -> CalibrationConfig:
         """Build as `parse` does, with "4x" and `auto` resolved by a model's config; None for GAU-α."""
         trained = resolve_train_length(values.get("train_length"), model)
-        tokens = parse_length(str(length), trained)
+        tokens = parse_longer_length(length, trained)
         if model is not None:
             (recipe,) = resolve_auto([recipe], model, tokens)
         return cls.parse(tokens, recipe, **values)

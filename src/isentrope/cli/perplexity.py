@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line, expand_paths
-from isentrope.cli.lengths import read_known_train_length, resolve_length
+from isentrope.cli.lengths import resolve_length
 from isentrope.cli.options import (
     LENGTH_HELP,
     AsJson,
@@ -86,6 +86,7 @@ def perplexity(
 def _choose_edges(model: str, gguf_file: str | None, length: str | None) -> str:
     """Choose edges that follow the model: two buckets inside its training length, then doublings up to `length`."""
     from isentrope.evaluation.evaluate import choose_edges
+    from isentrope.evaluation.loading import read_known_train_length
 
     trained = read_known_train_length(model, gguf_file)
     if trained is None and length is None:

@@ -90,7 +90,7 @@ def retrieval(
     from isentrope.evaluation.prompts import PromptFormat
     from isentrope.evaluation.results import list_failures, read_results
     from isentrope.evaluation.retrieval import RetrievalConfig, measure_retrieval
-    from isentrope.hf.layer_plan import read_train_length
+    from isentrope.hf.train_length import read_train_length
     from isentrope.report.figures.retrieval import draw_heatmaps
     from isentrope.report.tables.retrieval import build_retrieval_table
 

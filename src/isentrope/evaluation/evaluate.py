@@ -25,8 +25,9 @@ from isentrope.evaluation.results import list_failures, write_results
 from isentrope.evaluation.retrieval import RetrievalConfig, check_retrieval, measure_retrieval
 from isentrope.evaluation.texts import Text, TextInput, collect_texts, iterate_documents
 from isentrope.hf.auto import resolve_auto
-from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.train_length import read_train_length
 from isentrope.recipe import auto
+from isentrope.utils.parsing import parse_length
 
 Notify = Callable[[str], None]
 PASSKEY_DEPTHS = (0, 20, 40, 60, 80, 100)  # percent of the text before a passkey; one at each
@@ -197,13 +198,10 @@ def plan_comparison(
         length: tokens, or as "4x" times the training length.
         passkeys: whether passkeys are hidden in the texts; None where they can be.
     """
-    text_config = config.get_text_config()
-    # BLOOM and MPT name it otherwise
-    trained = read_train_length(text_config) or getattr(text_config, "seq_length", None)
-    trained = trained or getattr(text_config, "max_seq_len", None)
+    trained = read_train_length(config.get_text_config())
     if trained is None or trained < 4:
         raise ValueError(f"model: expected a config that states the training length, got {trained} in {name}")
-    tokens = parse_length(str(length), trained)
+    tokens = parse_longer_length(length, trained)
     chosen = resolve_auto(recipes, config, tokens) or usual_recipes(trained, tokens)
     compared = tuple(dict.fromkeys((PLAIN, *chosen)))
     retrieval = RetrievalConfig(compared, ("passkey",), (tokens,), PASSKEY_DEPTHS, 1, score="forced")
@@ -235,9 +233,9 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
     )
 
 
-def parse_length(text: str, trained: int) -> int:
-    """Parse a number of tokens beyond the training length, or one such as 4x, times that length."""
-    tokens = auto.parse_length(text, trained)
+def parse_longer_length(length: int | str, trained: int) -> int:
+    """Parse a length as `parse_length` does; raise a ValueError for one that is not beyond the training length."""
+    tokens = parse_length(length, trained)
     if tokens <= trained:
         raise ValueError(f"length: expected more than the training length of {trained} tokens, got {tokens}")
     return tokens

@@ -21,6 +21,7 @@ from isentrope.hf.extend import extend
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
 from isentrope.hf.saved_models import remove_marks
+from isentrope.hf.train_length import read_train_length
 from isentrope.models import GAUAlphaConfig
 from isentrope.pretrained import (
     load_pretrained,
@@ -72,6 +73,17 @@ def read_causal_config(model: str, gguf_file: str | None = None) -> PreTrainedCo
         got = ", ".join(filter(None, architectures)) or kind
         raise ValueError(f"model: expected a causal one or GAU-α, got {got} in {model}")
     return AutoConfig.from_pretrained(model, **options)
+
+
+def read_known_train_length(model: str, gguf_file: str | None = None) -> int | None:
+    """Read the training length from a causal model's config; None for GAU-α and where a config states none.
+
+    Args:
+        model: a folder, or a name on the hub.
+        gguf_file: a GGUF file in that folder.
+    """
+    config = read_causal_config(model, gguf_file)
+    return None if config is None else read_train_length(config.get_text_config())
 
 
 @read_gguf_once()

@@ -26,7 +26,7 @@ from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts
 from isentrope.hf.extend import find_extension
 from isentrope.hf.introspection import introspect_once
-from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.train_length import read_train_length
 from isentrope.pretrained import check_finite
 from isentrope.recipe import Recipe
 from isentrope.utils.parsing import parse_numbers

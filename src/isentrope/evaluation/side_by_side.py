@@ -20,7 +20,7 @@ from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.perplexity import get_decoder, losses_from_hidden
 from isentrope.evaluation.recipe_texts import check_recipes, under_recipe
 from isentrope.evaluation.texts import Text, check_texts
-from isentrope.hf.layer_plan import read_train_length
+from isentrope.hf.train_length import read_train_length
 from isentrope.utils.files import write_json
 from isentrope.utils.provenance import collect_provenance
 

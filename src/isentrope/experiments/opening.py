@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from isentrope.data.corpus import read_sympy_module
-from isentrope.evaluation.loading import load_on_device, load_tokenizer, read_causal_config, resolve_auto_for
+from isentrope.evaluation.loading import load_on_device, load_tokenizer, read_known_train_length, resolve_auto_for
 from isentrope.evaluation.recipe_texts import PLAIN
 from isentrope.evaluation.side_by_side import SideBySideConfig, compare_side_by_side
 from isentrope.evaluation.texts import iterate_documents, tokenize_documents
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
-from isentrope.hf.layer_plan import read_train_length
 from isentrope.recipe import auto
+from isentrope.utils.parsing import is_multiple, parse_length
 
 # among the best in docs/results/frontier/llama of the recipes that see all of the text, and fast; a test module
 SHIPPED_LLAMA = "llama"
@@ -96,13 +96,7 @@ def prepare_opening(
 
 
 def _count_length(model: str, length: str) -> int:
-    if length.isdecimal():
-        return int(length)
-    config: Any = read_causal_config(model)
-    trained = None if config is None else read_train_length(config.get_text_config())
-    if trained is None:
-        raise ValueError(f"length: {model} names no training length; add --length TOKENS")
-    return auto.parse_length(length, trained)
+    return parse_length(length, read_known_train_length(model) if is_multiple(length) else None)
 
 
 def _count_tokens(tokenizer: Any, text: str) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
-from isentrope.hf.layer_plan import read_train_length, takes_position
-from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, parse_length, read_auto_length
+from isentrope.hf.layer_plan import takes_position
+from isentrope.hf.train_length import read_train_length
+from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, read_auto_length
+from isentrope.utils.parsing import parse_length
 
 
 def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, length: int | str) -> AutoRecipe:

@@ -15,8 +15,9 @@ from isentrope.hf.card import shorten_recipe
 from isentrope.hf.extend import Extension, find_extension, find_model
 from isentrope.hf.introspection import LayerInfo, introspect
 from isentrope.hf.layer import Layer, get_layer
-from isentrope.hf.layer_plan import plan_layers, read_train_length
+from isentrope.hf.layer_plan import plan_layers
 from isentrope.hf.layout_cache import LayoutCache
+from isentrope.hf.train_length import read_train_length
 from isentrope.positions import Position
 from isentrope.recipe import Recipe
 from isentrope.recipe.layer_sets import group_indices

@@ -26,7 +26,6 @@ from isentrope.hf.layer_plan import (
     LayerPlan,
     check_supported,
     check_trained,
-    check_windows,
     collect_parts,
     plan_layers,
     resolve_recipe,
@@ -38,6 +37,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import make_config_class
+from isentrope.hf.train_length import check_windows
 from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask

@@ -15,13 +15,11 @@ from transformers import PreTrainedConfig
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.rope import FittedPosition, ModelRope, fit_position, get_streaming_window
 from isentrope.hf.sharding import check_local_heads
+from isentrope.hf.train_length import read_train_length
 from isentrope.parallel.heads import shard_position, shard_share, shard_temperature
 from isentrope.positions import Position, RoPE
 from isentrope.recipe import LayerRecipes, Recipe
 from isentrope.utils.messages import format_value, truncate
-
-# models whose learned positions begin after the padding token's
-COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 
 
 def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[LayerInfo]) -> Recipe:
@@ -39,22 +37,6 @@ def resolve_recipe(recipe: Recipe | str, config: PreTrainedConfig, layers: list[
     return recipe.resolve().fill_train_length(defaults["train_length"])
 
 
-def read_train_length(config: PreTrainedConfig) -> int | None:
-    """Read the length that a model was trained at from its config.
-
-    A config with scaled frequencies also states the length before scaling. Models are trained anew with llama3's and
-    longrope's scaling; with the others' they mostly are not, and the length before is their training length.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    longest = getattr(config, "max_position_embeddings", None)
-    if config.model_type in COUNT_FROM_PADDING and longest is not None:
-        return longest - (config.pad_token_id or 0) - 1
-    if rope.get("rope_type") in ("llama3", "longrope"):
-        return longest
-    before = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-    return before or longest
-
-
 def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
     """Refuse parts that a model must be trained with, or warn of them where `allow_untrained`."""
     untrained = [part for part in recipe.parts if getattr(part, "needs_training", False)]
@@ -65,21 +47,6 @@ def check_trained(recipe: Recipe, kind: str, allow_untrained: bool) -> None:
                 f"{what}, and does not work with it before it is; to train it, or to see, pass allow_untrained=True"
             )
         warnings.warn(f"{what}: expect poor output until it is", UserWarning, stacklevel=3)
-
-
-def check_windows(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Warn of near windows beyond the training length, whose distances are as new to the model as without a method."""
-    trained = read_train_length(config)
-    methods = {str(one.position): one.position.near_window or 0 for one in recipe.recipes if one.position is not None}
-    for method, window in methods.items():
-        if trained is not None and window > trained:
-            warnings.warn(
-                f"{config.model_type}: was trained at {trained} tokens, and {method} leaves distances up to {window} "
-                "as they are, so that longer text is read no better than by the plain model; choose "
-                f"a window of at most {trained}, such as {trained // 2}",
-                UserWarning,
-                stacklevel=4,
-            )
 
 
 def check_supported(recipe: Recipe, kind: str, layers: list[LayerInfo]) -> None:

@@ -6,12 +6,12 @@ docs/results/share and docs/laws.md (laws for far keys). New evidence changes a 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
 from isentrope.utils.messages import format_value
+from isentrope.utils.parsing import parse_length
 
 AUTO = "auto"
 WINDOW_FRACTION = 0.5  # of the training length: near keys with their own distances
@@ -19,7 +19,6 @@ RETRIEVE_FROM = 4.0  # times the training length: choosing far keys was measured
 RETRIEVE_BLOCKS = 16
 MAX_BLOCK_SIZE = 128  # a block has the power of two at or above √n_tr keys: 16, 64, 128 at 256, 2048, 8192 tokens
 MIN_TRAIN_LENGTH = 4
-_LENGTH = re.compile(r"(\d+(?:\.\d+)?)[x×](?:train)?|(\d+)")
 
 
 class AutoRecipe(NamedTuple):
@@ -120,19 +119,6 @@ def _explain_no_retrieve(model: ModelFacts, factor: float, window: int) -> str |
     if not model.has_window_frequencies and any(own is not None and own > window for own in model.windows):
         return f"layers with a window of their own of more than {window} keys have no far keys to choose from"
     return None
-
-
-def parse_length(length: int | str, train_length: int) -> int:
-    """Return a number of tokens, also from its text or from one such as "4x", times the training length.
-
-    Raises:
-        ValueError: it is none of these, or not positive.
-    """
-    match = _LENGTH.fullmatch(str(length).strip()) if isinstance(length, (int, str)) else None
-    tokens = 0 if match is None else int(match[2]) if match[2] else int(float(match[1]) * train_length)
-    if isinstance(length, bool) or tokens < 1:
-        raise ValueError(f"length: expected tokens such as 8192, or 4x the training length, got {format_value(length)}")
-    return tokens
 
 
 def is_auto(text: object) -> bool:
