@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from transformers import BloomConfig, LlamaConfig, MptConfig, RobertaConfig
 
@@ -32,3 +34,84 @@ def test_the_training_length_of_scaled_frequencies(kind, length):
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = ise.extend(llama(max_position_embeddings=256, rope_parameters=scaling), "infoscale")
     assert f"train_length={length}" in ise.describe(model).recipe
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = {"max_position_embeddings": 64, "rope_parameters": YARN}
+
+
+def collect_warnings(recipe, **overrides):
+    """Return what `extend` warns of, on a model of 64 tokens unless the config says otherwise."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ise.extend(llama(**overrides), recipe)
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part", "length"),
+    [
+        ("infoscale:train_length=32", "infoscale:train_length=32", 32),
+        ("logn:train_length=128", "logn:train_length=128", 128),
+        ("yarntemperature:train_length=16", "yarntemperature:train_length=16", 16),
+        ("yarn:factor=4,original_length=32", "yarn:factor=4,original_length=32", 32),
+        ("selfextend:window=8,reach=0.5,train_length=32", "selfextend:window=8,reach=0.5,train_length=32", 32),
+        ("fitted:lengths=(32,64),table=(1,1.5)", "fitted:lengths=(32,64,),table=(1,1.5,)", 32),
+        # the position method takes its length from the temperature: one warning, of the part that was given it
+        ("rerope:window=8+power:train_length=32+share", "power:train_length=32", 32),
+        ("yarn:factor=4+infoscale:train_length=32", "infoscale:train_length=32", 32),
+        ("layers:0=infoscale:train_length=32;1=infoscale", "infoscale:train_length=32", 32),
+    ],
+)
+def test_a_length_of_another_model_is_warned_of(recipe, part, length):
+    assert collect_warnings(recipe) == [
+        f"llama: was trained at 64 tokens, and {part} is for {length}; leave that length out to use the model's own, "
+        "unless its config is wrong"
+    ]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "infoscale",
+        "infoscale:train_length=64",
+        "yarn:factor=4,original_length=64+yarntemperature:factor=4",
+        "rerope:window=16+power:train_length=64,gamma=0.1,keys=far+share:beta=0.7,reference=48",
+        "rerope:window=16+share:reference=64",
+        "fitted:lengths=(64,128),table=(1,1.5)",
+        "fitted:lengths=(2,3),table=(1.5,1.5),clamp=False",  # the same at all lengths
+    ],
+)
+def test_the_length_of_the_model_is_not(recipe):
+    assert collect_warnings(recipe) == []
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_lengths_before_and_after_scaling_are_not(length):
+    """A model with YaRN in its config may have been trained at either."""
+    assert collect_warnings(f"infoscale:train_length={length}", **SCALED) == []
+    (message,) = collect_warnings("infoscale:train_length=32", **SCALED)
+    assert "trained at 16 tokens, and infoscale:train_length=32 is for 32" in message
+
+
+def test_nothing_is_said_of_models_whose_length_is_unknown():
+    model = llama()
+    model.config.__dict__["max_position_embeddings"] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ise.extend(model, "rerope:window=16+infoscale:train_length=32+share:reference=1000")
+
+
+def test_a_reference_beyond_the_training_length_is_warned_of():
+    (message,) = collect_warnings("rerope:window=16+share:reference=100")
+    assert message == (
+        "llama: was trained at 64 tokens, and no query saw the 100 keys of share:reference=100; leave reference out"
+    )
+
+
+def test_a_saved_recipe_is_not_warned_of_again(tmp_path):
+    with pytest.warns(UserWarning, match="is for 32"):
+        ise.extend(llama(), "infoscale:train_length=32").save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ise.load(tmp_path)

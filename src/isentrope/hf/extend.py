@@ -37,7 +37,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import make_config_class
-from isentrope.hf.train_length import check_windows
+from isentrope.hf.train_length import check_lengths
 from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask
@@ -177,7 +177,7 @@ def extend_checked(
     check_supported(recipe, kind, layers)
     if allow_untrained is not None:
         check_trained(recipe, kind, allow_untrained)
-        check_windows(recipe, config)
+        check_lengths(recipe, config)
     extension = Extension(recipe, kind, layers, notes)
     plans = plan_layers(recipe, layers, config, inner)
     try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from isentrope.recipe import Recipe
+from isentrope.temperatures import Fitted
+from isentrope.utils.messages import truncate
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
@@ -22,7 +26,7 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     Args:
         config: of the text model (`config.get_text_config()`).
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _read_rope(config)
     longest = getattr(config, "max_position_embeddings", None)
     if config.model_type in COUNT_FROM_PADDING and longest is not None:
         return longest - (config.pad_token_id or 0) - 1
@@ -33,16 +37,61 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     return next(filter(None, named), None)
 
 
-def check_windows(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Warn of near windows beyond the training length, whose distances are as new to the model as without a method."""
+def check_lengths(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Warn of a recipe that is for another training length than the one that a model's config states."""
     trained = read_train_length(config)
+    if trained is None:
+        return
+    problems = [*_find_other_lengths(recipe, config, trained), *_find_wide_windows(recipe, trained)]
+    for problem in problems:
+        message = f"{config.model_type}: was trained at {trained} tokens, {problem}"
+        warnings.warn(message, UserWarning, stacklevel=4)
+
+
+def _find_other_lengths(recipe: Recipe, config: PreTrainedConfig, trained: int) -> Iterator[str]:
+    """Find training lengths that the config does not state, then references beyond all that it states.
+
+    A recipe fills lengths that it leaves out from those that it has, so that each is reported once.
+    """
+    stated = _list_stated_lengths(config) | {trained}
+    # the first length of a table that is not clamped there has no such meaning
+    laws = [law for one in recipe.recipes for law in one.temperatures if not isinstance(law, Fitted) or law.clamp]
+    positions = [one.position for one in recipe.recipes if one.position is not None]
+    others: dict[int, Any] = {}
+    for part in (*laws, *positions):
+        for length in (getattr(part, name, None) for name in ("train_length", "original_length")):
+            if length is not None and length not in stated:
+                others.setdefault(length, part)
+    for length, part in others.items():
+        yield (
+            f"and {truncate(str(part))} is for {length}; leave that length out to use the model's own, "
+            "unless its config is wrong"
+        )
+    references = {one.share.reference: one.share for one in recipe.recipes if one.share is not None and not others}
+    for reference, share in references.items():
+        if reference is not None and reference > max(stated):
+            yield f"and no query saw the {reference} keys of {truncate(str(share))}; leave reference out"
+
+
+def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
+    """Find near windows beyond the training length, whose distances are as new to the model as without a method."""
     methods = {str(one.position): one.position.near_window or 0 for one in recipe.recipes if one.position is not None}
     for method, window in methods.items():
-        if trained is not None and window > trained:
-            warnings.warn(
-                f"{config.model_type}: was trained at {trained} tokens, and {method} leaves distances up to {window} "
-                "as they are, so that longer text is read no better than by the plain model; choose "
-                f"a window of at most {trained}, such as {trained // 2}",
-                UserWarning,
-                stacklevel=4,
+        if window > trained:
+            yield (
+                f"and {method} leaves distances up to {window} as they are, so that longer text is read no better than "
+                f"by the plain model; choose a window of at most {trained}, such as {trained // 2}"
             )
+
+
+def _list_stated_lengths(config: PreTrainedConfig) -> set[int]:
+    """List the lengths that a model may have been trained at: before scaling, after it, and in windows."""
+    rope = _read_rope(config)
+    scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by kind of layer
+    names = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", *OTHER_NAMES)
+    lengths = {getattr(config, name, None) for name in names}
+    return {n for n in lengths | {one.get("original_max_position_embeddings") for one in scalings} if n is not None}
+
+
+def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
