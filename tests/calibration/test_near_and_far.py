@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -198,17 +199,18 @@ def test_passkeys_under_a_law_fitted_to_the_loss_alone_are_compared(modules, tmp
 
 
 @pytest.mark.parametrize(
-    ("rises", "warns"),
+    ("rises", "hits", "warns"),
     [
-        (0.4 + RISES, True),
-        (0.1 + RISES, False),  # on four of six texts
-        (0.0005 + 0.001 * RISES, False),  # sure, but too small
-        (-0.4 + RISES, False),
-        ((0.4 + RISES)[:5], False),  # too few for an interval
+        (0.4 + RISES, 2, True),
+        (0.4 + RISES, 0, False),  # nothing is found that could be lost
+        (0.1 + RISES, 2, False),  # on four of six texts
+        (0.02 + 0.01 * RISES, 2, False),  # sure, but too small
+        (-0.4 + RISES, 2, False),
+        ((0.4 + RISES)[:5], 2, False),  # too few for an interval
     ],
 )
-def test_a_law_that_answers_clearly_worse_is_warned_of(rises, warns, tmp_path):
-    judged = judge_answers(rises, "closed")
+def test_a_law_that_answers_clearly_worse_is_warned_of(rises, hits, warns, tmp_path):
+    judged = judge_answers(rises, hits, "closed")
     sure = len(rises) == 6
     assert judged["change"]["loss"] == pytest.approx(rises.mean()) and (judged["change"]["low"] is not None) == sure
     data = json.loads((RESULTS / "share" / "smollm2-selfextend-calibrate" / "calibrate.json").read_text())
@@ -218,6 +220,14 @@ def test_a_law_that_answers_clearly_worse_is_warned_of(rises, warns, tmp_path):
     warning = "Answers are clearly worse than under the closed law, by 0.4 nats a token (95 %: 0.23 to 0.57)"
     assert (judged["warning"] is not None) == warns == (f"{warning}: fit with --with-retrieval." in table)
     assert warns != ("--with-retrieval judges by these as well" in table)
+
+
+def test_counts_alone_of_an_earlier_version_are_left_out(tmp_path):
+    data = json.loads((RESULTS / "share" / "smollm2-selfextend-calibrate" / "calibrate.json").read_text())
+    (path := tmp_path / "calibrate.json").write_text(
+        json.dumps(data | {"passkeys": {"closed": 2, "scalar": 1, "count": 6}})
+    )
+    assert "It may find fewer answers far back" in print_table(path)
 
 
 def test_a_law_fitted_to_the_loss_alone_warns_of_lost_answers():
@@ -239,6 +249,12 @@ def test_what_a_budget_stopped_and_what_no_temperature_repairs_is_said(tmp_path)
     (path := tmp_path / "calibrate.json").write_text(json.dumps(data))
     expected = "Still 2 times the perplexity inside: a temperature does not repair distances"
     assert expected in (table := " ".join(print_table(path).split())) and "rerope:window=4096 instead" in table
+
+
+def test_a_training_length_that_the_user_gives_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(llama(**SMALL), tokens(4, 64).tolist(), 64, train_length=8, levels="scalar", budget="1s")
 
 
 def test_without_a_tokenizer_no_passkey_can_be_hidden():

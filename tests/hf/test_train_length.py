@@ -56,7 +56,6 @@ def collect_warnings(recipe, **overrides):
         ("yarntemperature:train_length=16", "yarntemperature:train_length=16", 16),
         ("yarn:factor=4,original_length=32", "yarn:factor=4,original_length=32", 32),
         ("selfextend:window=8,reach=0.5,train_length=32", "selfextend:window=8,reach=0.5,train_length=32", 32),
-        ("fitted:lengths=(32,64),table=(1,1.5)", "fitted:lengths=(32,64,),table=(1,1.5,)", 32),
         # the position method takes its length from the temperature: one warning, of the part that was given it
         ("rerope:window=8+power:train_length=32+share", "power:train_length=32", 32),
         ("yarn:factor=4+infoscale:train_length=32", "infoscale:train_length=32", 32),
@@ -80,6 +79,8 @@ def test_a_length_of_another_model_is_warned_of(recipe, part, length):
         "rerope:window=16+share:reference=64",
         "fitted:lengths=(64,128),table=(1,1.5)",
         "fitted:lengths=(2,3),table=(1.5,1.5),clamp=False",  # the same at all lengths
+        "fitted:lengths=(1,64,128),table=(1,1,1.3)",  # nothing up to 64
+        "fitted:lengths=(32,64),table=(1,1)",
     ],
 )
 def test_the_length_of_the_model_is_not(recipe):
@@ -92,6 +93,34 @@ def test_lengths_before_and_after_scaling_are_not(length):
     assert collect_warnings(f"infoscale:train_length={length}", **SCALED) == []
     (message,) = collect_warnings("infoscale:train_length=32", **SCALED)
     assert "trained at 16 tokens, and infoscale:train_length=32 is for 32" in message
+
+
+def test_a_table_of_another_model_is_to_be_fitted_anew():
+    (message,) = collect_warnings("fitted:lengths=(32,64),table=(1,1.5)")
+    assert message.endswith("is for 32; fit it to this model, unless its config is wrong")
+
+
+def test_the_length_after_linear_scaling_is_not_warned_of():
+    """Some configs state the length before it, and a factor."""
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    assert collect_warnings("infoscale:train_length=256", rope_parameters=linear) == []
+
+
+def test_the_window_of_some_layers_is_no_training_length():
+    assert collect_warnings("infoscale:train_length=16", sliding_window=16, layer_types=["sliding_attention"] * 2) == []
+    mixed = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    (message,) = collect_warnings("infoscale:train_length=16", **mixed)
+    assert "is for 16" in message
+
+
+def test_a_model_is_warned_of_once():
+    model = llama()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with ise.extended(model, "infoscale:train_length=32"):
+                pass
+    assert len(seen) == 1
 
 
 def test_nothing_is_said_of_models_whose_length_is_unknown():

@@ -43,6 +43,7 @@ from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
 from isentrope.hf.introspection import introspect, introspect_once
+from isentrope.hf.train_length import ignore_other_lengths
 from isentrope.recipe import Recipe
 from isentrope.utils.files import write_atomically
 from isentrope.utils.messages import truncate
@@ -124,6 +125,7 @@ def calibrate(
 
 
 @introspect_once()
+@ignore_other_lengths()
 def fit_laws(
     model: PreTrainedModel,
     texts: Sequence[Text],

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from isentrope.calibration.config import CalibrationConfig
-from isentrope.calibration.select import LABELS, carries_interval, is_clearly_worse
+from isentrope.calibration.select import LABELS, carries_interval
 from isentrope.data.tasks import Haystack, draft_example, fill_to_length
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import load_tokenizer
@@ -22,6 +22,7 @@ from isentrope.evaluation.texts import Text
 from isentrope.recipe import Recipe
 
 RETRIEVAL_WEIGHT = 0.1  # of -ln p for a token of the answer, against the loss for a token of text
+MIN_RISE = 0.05  # of -ln p for a token of the answer, which is worth a warning
 
 
 def load_prompt_format(
@@ -93,17 +94,27 @@ def compare_passkeys(
             scores[name] = [score_answer(model, prompt) for prompt in hidden.values()]
     summaries = {name: summarize_answers(answers) for name, answers in scores.items()}
     default, selected = map(compute_answer_losses, scores.values())
-    return {"laws": summaries} | judge_answers(selected - default, next(iter(laws)), config.seed)
+    name = next(iter(laws))
+    return {"laws": summaries} | judge_answers(selected - default, summaries[name]["hits"], name, config.seed)
 
 
-def judge_answers(rises: Array, default: str, seed: int = 0) -> dict[str, Any]:
-    """Say by how much -ln p for a token of each answer rises against the default law, and warn where that is clear."""
+def judge_answers(rises: Array, hits: int, default: str, seed: int = 0) -> dict[str, Any]:
+    """Say by how much -ln p for a token of each answer rises against the default law, and warn where that is clear.
+
+    Args:
+        rises: of each answer.
+        hits: answers found under the default law: a law cannot lose what the model does not find.
+        default: the name of that law.
+        seed: of the bootstrap.
+    """
     mean, low, high = map(float, mean_interval(rises, seed))
     if not carries_interval(len(rises)):
         return {"change": {"loss": mean, "low": None, "high": None}, "warning": None}
+    change = {"loss": mean, "low": low, "high": high}
+    if not hits or low <= 0 or mean <= MIN_RISE:
+        return {"change": change, "warning": None}
     warning = (
         f"Answers are clearly worse than under {LABELS[default]}, by {mean:.2g} nats a token (95 %: {low:.2g} to "
         f"{high:.2g}): fit with --with-retrieval."
     )
-    change = {"loss": mean, "low": low, "high": high}
-    return {"change": change, "warning": warning if is_clearly_worse(rises, seed) else None}
+    return {"change": change, "warning": warning}

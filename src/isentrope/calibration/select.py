@@ -54,7 +54,7 @@ def describe_missing_interval(texts: int) -> str:
 def select_law(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
     """Select the simplest law that is not clearly worse than the best, nor worse than any of DEFAULTS.
 
-    Clearly worse: by more than MAX_TIE_NATS, and by more than nothing in 95 % of draws of as many texts (paired
+    Clearly worse: by more than MAX_TIE_NATS, and with a 95 % interval above nothing over draws of as many texts (paired
     bootstrap). Fewer texts than MIN_INTERVAL_TEXTS make nothing clear: the default is kept unless another of DEFAULTS
     or a fitted law is better on every text.
 
@@ -86,7 +86,7 @@ def select_law(losses: dict[str, Array], seed: int = 0) -> tuple[str, str]:
 
 
 def is_clearly_worse(rises: Array, seed: int = 0) -> bool:
-    """Return whether losses of texts rise by more than MAX_TIE_NATS, and by more than nothing in 95 % of draws."""
+    """Return whether losses of texts rise by more than MAX_TIE_NATS, with a 95 % interval above nothing."""
     mean, low, _ = mean_interval(rises, seed)
     return bool(mean > MAX_TIE_NATS and low > 0)
 

@@ -177,9 +177,10 @@ def extend_checked(
     check_supported(recipe, kind, layers)
     if allow_untrained is not None:
         check_trained(recipe, kind, allow_untrained)
-        check_lengths(recipe, config)
     extension = Extension(recipe, kind, layers, notes)
     plans = plan_layers(recipe, layers, config, inner)
+    if allow_untrained is not None:
+        check_lengths(recipe, inner)
     try:
         _apply(model, inner, extension, plans, backend)
     except BaseException:

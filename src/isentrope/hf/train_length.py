@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
@@ -15,6 +18,8 @@ from isentrope.utils.messages import truncate
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 OTHER_NAMES = ("seq_length", "max_seq_len")  # of BLOOM and MPT, which have no max_position_embeddings
+CONFIG_IS_WRONG = "unless its config is wrong"  # ends the warning of a length that a config does not state
+_given: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()  # warnings of each model
 
 
 def read_train_length(config: PreTrainedConfig) -> int | None:
@@ -37,15 +42,26 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     return next(filter(None, named), None)
 
 
-def check_lengths(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Warn of a recipe that is for another training length than the one that a model's config states."""
+def check_lengths(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Warn of a recipe that is for another training length than a model's config states, once for each model."""
+    config = model.config.get_text_config()
     trained = read_train_length(config)
     if trained is None:
         return
-    problems = [*_find_other_lengths(recipe, config, trained), *_find_wide_windows(recipe, trained)]
-    for problem in problems:
+    given = _given.setdefault(model, set())
+    for problem in (*_find_other_lengths(recipe, config, trained), *_find_wide_windows(recipe, trained)):
         message = f"{config.model_type}: was trained at {trained} tokens, {problem}"
-        warnings.warn(message, UserWarning, stacklevel=4)
+        if message not in given:
+            given.add(message)
+            warnings.warn(message, UserWarning, stacklevel=4)
+
+
+@contextmanager
+def ignore_other_lengths() -> Iterator[None]:
+    """Say nothing of lengths that a config does not state: laws are fitted for the one that the user gives."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f".*{CONFIG_IS_WRONG}")
+        yield
 
 
 def _find_other_lengths(recipe: Recipe, config: PreTrainedConfig, trained: int) -> Iterator[str]:
@@ -54,23 +70,34 @@ def _find_other_lengths(recipe: Recipe, config: PreTrainedConfig, trained: int) 
     A recipe fills lengths that it leaves out from those that it has, so that each is reported once.
     """
     stated = _list_stated_lengths(config) | {trained}
-    # the first length of a table that is not clamped there has no such meaning
-    laws = [law for one in recipe.recipes for law in one.temperatures if not isinstance(law, Fitted) or law.clamp]
+    laws = [law for one in recipe.recipes for law in one.temperatures]
     positions = [one.position for one in recipe.recipes if one.position is not None]
     others: dict[int, Any] = {}
     for part in (*laws, *positions):
-        for length in (getattr(part, name, None) for name in ("train_length", "original_length")):
-            if length is not None and length not in stated:
+        for length in _list_lengths(part):
+            if length not in stated:
                 others.setdefault(length, part)
     for length, part in others.items():
-        yield (
-            f"and {truncate(str(part))} is for {length}; leave that length out to use the model's own, "
-            "unless its config is wrong"
-        )
-    references = {one.share.reference: one.share for one in recipe.recipes if one.share is not None and not others}
+        fix = "fit it to this model" if isinstance(part, Fitted) else "leave that length out to use the model's own"
+        yield f"and {truncate(str(part))} is for {length}; {fix}, {CONFIG_IS_WRONG}"
+    if others:
+        return
+    references = {one.share.reference: one.share for one in recipe.recipes if one.share is not None}
     for reference, share in references.items():
         if reference is not None and reference > max(stated):
             yield f"and no query saw the {reference} keys of {truncate(str(share))}; leave reference out"
+
+
+def _list_lengths(part: Any) -> list[int]:
+    """List the training lengths that a part names; a table's is the last up to which it is 1 for all heads."""
+    if isinstance(part, Fitted):
+        if not part.clamp:  # then its first length has no such meaning
+            return []
+        table = torch.tensor(part.table).reshape(-1, len(part.lengths))
+        changed = (table != 1).any(0).tolist()
+        return [part.lengths[max(0, changed.index(True) - 1)]] if True in changed else []
+    lengths = (getattr(part, name, None) for name in ("train_length", "original_length"))
+    return [length for length in lengths if length is not None]
 
 
 def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
@@ -85,12 +112,16 @@ def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
 
 
 def _list_stated_lengths(config: PreTrainedConfig) -> set[int]:
-    """List the lengths that a model may have been trained at: before scaling, after it, and in windows."""
+    """List the lengths that a model may have been trained at: before and after scaling, and in windows."""
     rope = _read_rope(config)
     scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by kind of layer
-    names = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", *OTHER_NAMES)
+    names = ["max_position_embeddings", "original_max_position_embeddings", *OTHER_NAMES]
+    if set(getattr(config, "layer_types", None) or ()) <= {"sliding_attention"}:
+        names.append("sliding_window")
     lengths = {getattr(config, name, None) for name in names}
-    return {n for n in lengths | {one.get("original_max_position_embeddings") for one in scalings} if n is not None}
+    lengths |= {one.get("original_max_position_embeddings") for one in scalings}
+    factors = {one["factor"] for one in scalings if one.get("factor")}
+    return {round(n * factor) for n in lengths if n is not None for factor in (1, *factors)}
 
 
 def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
