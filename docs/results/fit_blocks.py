@@ -32,6 +32,8 @@ FITTED_PLANS = {  # with the answers of fitted laws: how the folders of its fits
     "tinyllama-32k": ("TinyLlama at 32,768", "tinyllama-32k"),
     "gemma-131k": ("Gemma-3-270M at 131,072", "gemma"),
 }
+FOUND_TITLES = ("plain inside", "closed law", "fitted pair", "γ", "perplexity", "−ln p for a token")
+Answers = dict[tuple[str, str, float], tuple[int, float]]  # by filler, task and depth: whether found, -ln p of a token
 
 
 def read_fit(folder: str) -> dict[str, Any] | None:
@@ -66,9 +68,6 @@ def list_fits(prefix: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield method, prefix + middle, data
 
 
-FOUND_TITLES = ("plain inside", "closed law", "fitted pair", "γ", "perplexity", "−ln p for a token")
-
-
 def render_share_fits_found() -> str:
     """Print answers found under the closed law and under the pair fitted, and what else the pair changes."""
     lines = [f"| | {' | '.join(FOUND_TITLES)} |", "|---" * (1 + len(FOUND_TITLES)) + "|"]
@@ -83,9 +82,6 @@ def render_share_fits_found() -> str:
             numbers = [text.replace("-", "−") for text in (f"{gamma:.3f}", f"{percent:+.1f} %", f"{rise:+.2f}")]
             lines.append(f"| {name}: {method} | {' | '.join(counts + numbers)} |")
     return join_lines(lines)
-
-
-Answers = dict[tuple[str, str, float], tuple[int, float]]  # by filler, task and depth: whether found, -ln p of a token
 
 
 def read_found(plan: str) -> dict[str, Answers]:

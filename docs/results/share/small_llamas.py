@@ -54,13 +54,13 @@ def render_claims(folder: Path) -> str:
 
 
 def collect_gains(folder: Path) -> dict[tuple[str, str, str], list[Array]]:
-    """Read the gains of each claim in each configuration that is measured, and over all where all are."""
+    """Read the gains of each claim in each configuration that is measured, and over all where all seeds of all are."""
     gains = {}
     for this, than in CLAIMS:
         name = f"`{this}` below `{than}`"
         every = {(n, d): read_gains(folder, n, d, this, than) for n in LENGTHS for d in SIZES}
         gains |= {(name, str(n), str(d)): runs for (n, d), runs in every.items() if runs}
-        if all(every.values()):
+        if all(len(runs) == len(SEEDS) for runs in every.values()):
             gains[name, "all", "all"] = [np.concatenate(runs).mean(0, keepdims=True) for runs in every.values()]
     return gains
 
