@@ -71,8 +71,10 @@ def pytest_collection_finish(session):
     """Modules live to the end: a collection of garbage, as after every compilation, need not look through them."""
     from tests.fixtures.commands import keep_commands
     from tests.fixtures.figures import render_on_demand
+    from tests.fixtures.logs import record_at_root
 
     keep_commands()
+    record_at_root()
     render_on_demand()
     if "torch._dynamo" in sys.modules:
         from tests.fixtures.compilation import shorten_tracing
