@@ -74,7 +74,7 @@ def test_a_forward_pass_is_one_graph(recipe, backend):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("recipe", "backend"), choose([], [NEAR_AND_FAR], slow=["infoscale", RECIPES[3]]))
+@pytest.mark.parametrize(("recipe", "backend"), choose([], [TWO_BRANCHES], slow=["infoscale", *RECIPES[1:4:2]]))
 def test_padding_and_gradients(recipe, backend):
     model, ids, mask = extended(recipe), tokens(3, 90), torch.ones(3, 90, dtype=torch.int64)
     mask[1, :30], mask[2, 70:] = 0, 0
@@ -123,7 +123,9 @@ def test_generate_compiles_with_a_static_cache(recipe, backend):
     assert torch.equal(out, model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("recipe", [NEAR_AND_FAR, "yarn:factor=4"])
+@pytest.mark.parametrize(
+    "recipe", ["selfextend:window=32,group=4", "yarn:factor=4", pytest.param(NEAR_AND_FAR, marks=pytest.mark.slow)]
+)
 def test_packed_rows(recipe):
     model, ids = extended(recipe), tokens(1, 100)
     positions = torch.cat((torch.arange(40), torch.arange(60)))[None]
