@@ -194,7 +194,7 @@ def test_interpreted_generation_is_the_same(how, monkeypatch):
 
     def run():
         options_now = copy.copy(options)
-        return model.generate(ids, max_new_tokens=5, do_sample=False, **options_now)
+        return model.generate(ids, max_new_tokens=3, do_sample=False, **options_now)
 
     counts = count_launches(monkeypatch)
     together = run()

@@ -112,8 +112,10 @@ def test_angles_that_follow_the_length_reach_cached_keys(recipe, oracle, static)
 # batches
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("recipe", "given"), in_turns(STEADY + BY_LENGTH, (False, True)))
+@pytest.mark.parametrize(
+    ("recipe", "side", "given"),
+    in_turns(STEADY + BY_LENGTH, [("left", False), ("right", False), ("left", True), ("right", True)]),
+)
 def test_a_padded_batch_is_each_row_alone(recipe, side, given):
     model, rows = shared(recipe), rows_of(LENGTH, shortest(recipe), 97)
     ids, mask, positions = padded(rows, side)

@@ -106,7 +106,12 @@ def changes(family):
 CASES = [(name, text) for name, family in FAMILIES.items() for text in changes(family)]
 
 
-@pytest.mark.parametrize(("name", "text"), CASES)
+def every_other(first):
+    """Half the changes of each family, from the first or the second one on; the others are for `-m slow`."""
+    return [pytest.param(*case, marks=() if i % 2 == first else pytest.mark.slow) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "text"), every_other(0))
 def test_restore_is_complete(name, text):
     model = FAMILIES[name].model()
     ids = tokens(2, LONG)
@@ -149,7 +154,7 @@ def test_models_that_share_a_config_are_extended_apart(name):
     assert torch.equal(logits(third, ids), plain)
 
 
-@pytest.mark.parametrize(("name", "text"), CASES)
+@pytest.mark.parametrize(("name", "text"), every_other(1))
 def test_describe_reads(name, text):
     family = FAMILIES[name]
     with ise.extended(family.model(), text) as model:

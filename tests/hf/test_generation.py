@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import cache
 
 import pytest
 import torch
@@ -32,11 +33,12 @@ from tests.fixtures.models import llama, tokens
 from tests.fixtures.turns import in_halves, in_turns
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was not trained with:UserWarning")
+shared = cache(extended)  # a model for each recipe, which tests that ask for it do not change
 
 
 @pytest.mark.parametrize("recipe", in_halves(STEADY, 0))
 def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
-    model, ids = extended(recipe), tokens(2, 56)
+    model, ids = shared(recipe), tokens(2, 56)
     made = greedy(model, ids)
     assert made.shape == (2, 70)
     assert is_likeliest(model, made, 56)
@@ -47,7 +49,7 @@ def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
 
 @pytest.mark.parametrize("recipe", BY_LENGTH)
 def test_greedy_tokens_of_angles_that_follow_the_length(recipe):
-    model, ids = extended(recipe), tokens(2, 56)
+    model, ids = shared(recipe), tokens(2, 56)
     assert torch.equal(greedy(model, ids, cache_implementation="static"), greedy(model, ids))
     single = extended(recipe, one_layer())
     assert torch.equal(greedy(single, ids), greedy(single, ids, use_cache=False))
@@ -55,7 +57,7 @@ def test_greedy_tokens_of_angles_that_follow_the_length(recipe):
 
 @pytest.mark.parametrize("recipe", [*SOME, "selfextend:window=32,group=4"])
 def test_beams(recipe):
-    model, ids = extended(recipe), tokens(2, 58)
+    model, ids = shared(recipe), tokens(2, 58)
     options = {"num_beams": 3, "new": 10, "num_return_sequences": 2}
     expected = greedy(model, ids, use_cache=False, **options)
     assert expected.shape == (4, 68)
@@ -65,7 +67,7 @@ def test_beams(recipe):
 
 @pytest.mark.parametrize("recipe", SOME)
 def test_sampling_with_a_seed(recipe):
-    model, ids = extended(recipe), tokens(2, 58)
+    model, ids = shared(recipe), tokens(2, 58)
 
     def sampled(**options):
         torch.manual_seed(3)
@@ -79,7 +81,7 @@ def test_sampling_with_a_seed(recipe):
 
 @pytest.mark.parametrize("recipe", SOME + BY_LENGTH)
 def test_a_left_padded_batch_generates_as_each_row_alone(recipe):
-    model, rows, new = extended(recipe), rows_of(60, 26, 50), 8
+    model, rows, new = shared(recipe), rows_of(60, 26, 50), 8
     ids, mask, _ = padded(rows, "left")
     batch = greedy(model, ids, new, attention_mask=mask)
     assert torch.equal(greedy(model, ids, new, attention_mask=mask, cache_implementation="static"), batch)
@@ -94,7 +96,7 @@ def test_a_left_padded_batch_generates_as_each_row_alone(recipe):
 
 @pytest.mark.parametrize("recipe", ["infoscale", "yarn:factor=4", "rerope:window=32+infoscale:train_length=64"])
 def test_left_padded_beams(recipe):
-    model, rows = extended(recipe), rows_of(60, 35)
+    model, rows = shared(recipe), rows_of(60, 35)
     ids, mask, _ = padded(rows, "left")
     options = {"num_beams": 3, "new": 10}
     batch = greedy(model, ids, attention_mask=mask, **options)
@@ -106,7 +108,7 @@ def test_left_padded_beams(recipe):
 @pytest.mark.parametrize("recipe", [*SOME, "selfextend:window=32,group=4"])
 def test_guessed_tokens_are_taken_back(recipe):
     """They come several at a time, and wrong ones are cropped from the cache."""
-    model, ids = extended(recipe), tokens(1, 25).repeat(1, 2)
+    model, ids = shared(recipe), tokens(1, 25).repeat(1, 2)
     made = greedy(model, ids, prompt_lookup_num_tokens=3)
     assert made.shape == (1, 64) and is_likeliest(model, made, 50)
 
@@ -126,7 +128,7 @@ def test_an_assistant_guesses(recipe):
 @pytest.mark.parametrize("recipe", SOME)
 def test_a_conversation_goes_on_from_its_cache(recipe):
     """A second call of generate with the first one's cache, and a new turn between."""
-    model, ids = extended(recipe), tokens(1, 58)
+    model, ids = shared(recipe), tokens(1, 58)
     first = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, return_dict_in_generate=True
     )
@@ -169,8 +171,8 @@ def test_sliding_caches_of_padded_batches(make):
     model = extended("rerope:window=16+infoscale:train_length=20", make())
     rows, new = rows_of(60, 15, 34), 8
     ids, mask, _ = padded(rows, "left")
-    for cache in (None, "static"):
-        batch = greedy(model, ids, attention_mask=mask, new=new, cache_implementation=cache)
+    for kind in (None, "static"):
+        batch = greedy(model, ids, attention_mask=mask, new=new, cache_implementation=kind)
         for row, of_row in zip(rows, batch, strict=True):
             alone = of_row[None, ids.shape[1] - len(row) :]
             assert torch.equal(alone[:, : len(row)], row[None]) and is_likeliest(model, alone, len(row))
