@@ -8,6 +8,7 @@ import pytest
 from transformers import BloomConfig, LlamaConfig, MptConfig, RobertaConfig
 
 import isentrope as ise
+from isentrope.cli.common import errors_in_one_line
 from isentrope.hf.train_length import read_train_length
 from tests.fixtures.models import llama
 
@@ -144,3 +145,12 @@ def test_a_saved_recipe_is_not_warned_of_again(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ise.load(tmp_path)
+
+
+def test_commands_print_it_as_one_line():
+    usual = warnings.formatwarning
+    with errors_in_one_line():
+        place = ise.extend.__code__.co_filename
+        assert warnings.formatwarning("a length", UserWarning, place, 1) == "isentrope: a length\n"
+        assert "other.py:1: UserWarning" in warnings.formatwarning("theirs", UserWarning, "other.py", 1)
+    assert warnings.formatwarning is usual

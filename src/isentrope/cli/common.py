@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +15,7 @@ from isentrope.cli.output import print_error
 from isentrope.utils.extras import MissingExtraError, name_missing_extras
 from isentrope.utils.files import explain_os_error
 
+PACKAGE = Path(__file__).parents[1]
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -33,9 +36,23 @@ def main(
     """Read texts longer than a model was trained on: extend models, and measure which recipe works."""
 
 
+def format_warning(
+    usual: Any, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as one line where the package gives it, as usual where another does."""
+    if issubclass(category, UserWarning) and Path(filename).is_relative_to(PACKAGE):
+        return f"isentrope: {message}\n"
+    return str(usual(message, category, filename, lineno, line))
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Print an expected error as one line on stderr and exit with status 2; also usable as a decorator."""
+    """Print an expected error as one line on stderr and exit with status 2; also usable as a decorator.
+
+    Warnings of the package are one line too, without the place in its code.
+    """
+    usual = warnings.formatwarning
+    warnings.formatwarning = partial(format_warning, usual)
     try:
         with name_missing_extras():
             yield
@@ -48,6 +65,8 @@ def errors_in_one_line() -> Iterator[None]:
         message = explain_os_error(error) if isinstance(error, OSError) else str(error)
         print_error(message.strip().partition("\n")[0])
         raise typer.Exit(2) from None
+    finally:
+        warnings.formatwarning = usual
 
 
 def disable_progress_bars() -> None:
