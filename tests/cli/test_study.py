@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -55,6 +56,18 @@ def test_status_says_how_far_it_is(study):
     result = tell("study", "status", folder / "mine.yaml", "--out", folder / "mine", "--json")
     assert json.loads(result.stdout) == {"plan": "mine", "cells": 8, "done": 0, "failed": 0}
     assert_one_line(tell("study", "status", folder / "mine.yaml", "--out", folder / "nowhere"), "no such folder; --out")
+
+
+def test_what_is_measured_can_be_reported_before_the_end(study, corpus, tmp_path):
+    folder, _ = study
+    words = ("study", "run", folder / "mine.yaml", "--data", corpus, "--report-only", "--out")
+    assert_one_line(tell(*words, tmp_path), "expected 8 cells, got 0")
+    out = shutil.copytree(folder, tmp_path / "part")
+    lost = json.loads((out / "mine" / "results.jsonl").read_text().splitlines()[0])
+    (out / "cells" / f"{lost['key']}.json").unlink()
+    result = tell(*words, out)
+    assert result.exit_code == 0 and "1 of 8 cells are not measured; run without --report-only" in result.stderr
+    assert len((out / "mine" / "results.jsonl").read_text().splitlines()) == 7
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ def test_correction_by_hand():
     assert correct_p_values([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert correct_p_values([0.9, 0.8]) == [1.0, 1.0]
     assert correct_p_values([]) == []
+    assert correct_p_values([0.01, 0.03], 5) == pytest.approx([0.05, 0.12])
 
 
 @pytest.mark.parametrize(

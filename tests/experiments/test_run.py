@@ -188,6 +188,11 @@ def test_interrupted_and_resumed_gives_the_same_file(done, plan, corpus, tmp_pat
             run_plan(plan, out, corpus, lambda words: None)
     assert not list(out.rglob("*.partial"))
     assert plan_status(plan, out) == {"plan": "small", "cells": 24, "done": 4, "failed": 1}
+    assert study.collect_masked_plan(plan, out, corpus) == plan_status(plan, out)
+    keys = [row["key"] for row in rows(out)]
+    assert len(keys) == 5 and keys == [row["key"] for row in rows(done) if row["key"] in keys]
+    with pytest.raises(ValueError, match=r"cells\.json: expected 8 cells, got 24; give the options of the run"):
+        study.collect_masked_plan(replace(plan, lengths=(16,)), out, corpus)
     run_plan(plan, out, corpus, lambda words: None)
     assert (out / "small" / "results.jsonl").read_bytes() == (done / "small" / "results.jsonl").read_bytes()
 

@@ -60,6 +60,20 @@ def test_seeds_of_one_pretraining_are_not_pretrainings(tmp_path: Path) -> None:
     assert verdict["verdict"] == "undecided"
 
 
+def test_one_seed_of_several_decides_nothing(tmp_path: Path) -> None:
+    """Nor does a verdict depend on which claims were measured first: those that are not count in the correction."""
+    measured = [x for x in measure() if x["variant"] != "same" or x["seed"] == 0]
+    claims = [register("superior", "better"), register("equivalent", "same"), *[register("superior", "absent")] * 9]
+    better, same, *absent = evaluate_claims(small(tmp_path, measured, ROWS, claims=claims, seeds=list(range(6))))
+    assert (same["verdict"], same["words"]) == (
+        "not measured",
+        "PPL at 128: one seed alone, which says nothing of the others",
+    )
+    assert {verdict["verdict"] for verdict in absent} == {"not measured"}
+    alone = evaluate_claims(small(tmp_path / "alone", measured, ROWS, claims=claims[:1]))[0]
+    assert better["numbers"][0]["p_different"] == pytest.approx(11 * alone["numbers"][0]["p_different"])
+
+
 def test_a_wide_margin_makes_small_differences_equivalent(tmp_path: Path) -> None:
     claims = [register("equivalent", "better", margin=0.5)]
     assert evaluate_claims(small(tmp_path, measure(), ROWS, claims=claims))[0]["verdict"] == "holds"

@@ -94,6 +94,7 @@ def run_masked_plan(
     output: Output,
     compile: bool | None = None,
     is_helper: bool = False,
+    report_only: bool = False,
 ) -> bool:
     """Run a plan for masked models, then write its report and print its tables.
 
@@ -104,10 +105,12 @@ def run_masked_plan(
         output: for the tables and the page.
         compile: whether trainings are compiled; None decides by their length.
         is_helper: whether another process, which started this one, writes the report.
+        report_only: whether to train and measure nothing, and report what is measured.
 
     Returns:
         Whether every cell was measured.
     """
+    from isentrope.experiments.masked_runner import collect_masked_plan
     from isentrope.experiments.runner import run_plan
     from isentrope.report.figures.plan_curves import draw_curves
     from isentrope.report.html.page import write_page
@@ -117,7 +120,10 @@ def run_masked_plan(
 
     disable_progress_bars()
     try:
-        outcome = run_plan(plan, out, corpus, print_progress, compile, is_helper)
+        if report_only:
+            outcome = collect_masked_plan(plan, out, corpus)
+        else:
+            outcome = run_plan(plan, out, corpus, print_progress, compile, is_helper)
     except Interrupted as stopped:
         print_error(str(stopped))
         raise typer.Exit(128 + stopped.number) from None
@@ -130,4 +136,6 @@ def run_masked_plan(
         output.add_files([write_page(folder)])
         if outcome["failed"]:
             print_error(f"{outcome['failed']} of {outcome['cells']} cells failed: {folder / 'results.jsonl'}")
+        if missing := outcome["cells"] - outcome["done"] - outcome["failed"]:
+            print_error(f"{missing} of {outcome['cells']} cells are not measured; run without --report-only to go on")
     return is_helper or not outcome["failed"]

@@ -57,6 +57,9 @@ def run(
         bool | None,
         typer.Option(help="Compile trainings; by default the long ones on a GPU. Several jobs hide its cost."),
     ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Train and measure nothing: report what is measured so far.")
+    ] = False,
     helps: Annotated[bool, typer.Option("--helps", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +77,7 @@ def run(
     plans = [load_plan(name) for name in names if name not in PLANS_WITHOUT_CELLS]
     masked_plans = [override_plan(plan, lengths, positions, seeds) for plan in plans if isinstance(plan, MaskedPlan)]
     if len(masked_plans) < len(plans):
-        has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1
+        has_options = (lengths, positions, seeds, corpus, compile) != (None,) * 5 or jobs > 1 or report_only
         if masked_plans or len(plans) < len(names) or has_options:
             raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
         with Output(as_json) as output:
@@ -85,8 +88,10 @@ def run(
     with Output(as_json) as output:
         for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
             _run_without_cells(name, out, corpus, output)
-        with _helper_processes(jobs - 1, out / "jobs"):
-            complete = [run_masked_plan(plan, out, corpus, output, compile, helps) for plan in masked_plans]
+        with _helper_processes(0 if report_only else jobs - 1, out / "jobs"):
+            complete = [
+                run_masked_plan(plan, out, corpus, output, compile, helps, report_only) for plan in masked_plans
+            ]
     if not all(complete):
         raise typer.Exit(1)
 

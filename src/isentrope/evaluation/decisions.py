@@ -166,7 +166,11 @@ class Decision:
 
 
 def decide_claims(
-    effects: Sequence[Effect], margins: Sequence[float], equivalences: Sequence[bool], alpha: float = 0.05
+    effects: Sequence[Effect],
+    margins: Sequence[float],
+    equivalences: Sequence[bool],
+    alpha: float = 0.05,
+    registered: int | None = None,
 ) -> list[Decision]:
     """Decide registered claims together.
 
@@ -180,9 +184,11 @@ def decide_claims(
         margins: for each claim, the largest difference that does not matter.
         equivalences: for each claim, whether it says that there is no difference that matters.
         alpha: probability of any wrong verdict of one kind.
+        registered: how many claims were registered, where some are not measured yet; by default as many as `effects`.
     """
-    different = correct_p_values([effect.p_different() for effect in effects])
-    distinct = correct_p_values([e.p_not_equivalent(margin) for e, margin in zip(effects, margins, strict=True)])
+    different = correct_p_values([effect.p_different() for effect in effects], registered)
+    distinct = [e.p_not_equivalent(margin) for e, margin in zip(effects, margins, strict=True)]
+    distinct = correct_p_values(distinct, registered)
     decisions = []
     for effect, p, q, claims_equivalence in zip(effects, different, distinct, equivalences, strict=True):
         verdict = UNDECIDED
@@ -194,10 +200,16 @@ def decide_claims(
     return decisions
 
 
-def correct_p_values(values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number: max over smaller ones of (n - rank) p, at most 1 (Holm, 1979)."""
+def correct_p_values(values: Sequence[float], count: int | None = None) -> list[float]:
+    """Correct p-values for their number: max over smaller ones of (n - rank) p, at most 1 (Holm, 1979).
+
+    Args:
+        values: p-values.
+        count: n, where more tests were registered than have a p-value; as if the others had 1.
+    """
     corrected, largest = [0.0] * len(values), 0.0
+    count = len(values) if count is None else count
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        largest = max(largest, min(1.0, (count - rank) * values[index]))
         corrected[index] = largest
     return corrected

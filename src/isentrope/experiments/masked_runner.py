@@ -103,6 +103,35 @@ def run_masked_plan(
     return masked_plan_status(plan, out)
 
 
+def collect_masked_plan(plan: MaskedPlan, out: Path, corpus: str | Path | None = None) -> dict[str, Any]:
+    """Write `out/NAME/results.jsonl` of the cells that are measured; nothing is trained or measured.
+
+    Args:
+        plan: The plan, with the lengths and seeds that it was run with.
+        out: The folder that plans share.
+        corpus: The corpus that it was run with; None for the one that the plan names.
+
+    Returns:
+        The counts of `masked_plan_status`.
+
+    Raises:
+        ValueError: if no cell is measured, or the plan was run with other lengths or seeds.
+    """
+    prepared = _open_corpus(plan, out, corpus)
+    trained = identify_checkpoints(plan, prepared, out)
+    cells = list(_list_cells(plan, prepared, trained, resolve_device(PartialState().device.type)[1]))
+    path = out / plan.name / "cells.json"
+    # by their order, as keys are other ones on a device with another precision
+    keys = read_json(path, "run the plan, which writes it") if path.exists() else []
+    if len(keys) != len(cells):
+        raise ValueError(f"{path}: expected {len(cells)} cells, got {len(keys)}; give the options of the run")
+    cells = [replace(cell, key=key) for cell, key in zip(cells, keys, strict=True) if read_cell(out, key) is not None]
+    if not cells:
+        raise ValueError(f"{out}: expected results of the plan {plan.name}, got none; run it without --report-only")
+    _write_results(plan, prepared, trained, cells, out)
+    return masked_plan_status(plan, out)
+
+
 def masked_plan_status(plan: MaskedPlan, out: Path) -> dict[str, Any]:
     """Count a plan's cells, and those done and failed in `out`, with the lengths and seeds of the last run."""
     path = out / plan.name / "cells.json"
@@ -278,7 +307,8 @@ def _write_results(
     for name, rows in (("results.jsonl", results), ("timings.jsonl", timings)):
         with write_atomically(folder / name) as partial:
             partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    manifest = corpus.manifest
+    manifest, trainings = corpus.manifest, describe_trainings(trained)
+    run = {**results[-1]["run"], "date": collect_provenance()["date"]}
     write_json(folder / "plan.json", {
         "name": plan.name, "title": plan.title, "label": plan.label, "lengths": plan.lengths,
         "train_length": plan.train_length, "protocol": plan.protocol.name, "positions": plan.protocol.positions,
@@ -289,7 +319,7 @@ def _write_results(
             "partition": hash_partition(corpus), "documents": len(manifest["documents"]),
             "statistics": manifest["statistics"],
         },
-        "checkpoints": describe_trainings(trained), "run": collect_provenance(),
+        "checkpoints": trainings, "run": run,
     })  # fmt: skip
 
 

@@ -30,6 +30,8 @@ DEFAULT_MARGIN = 0.01
 def decide_registered(grid: Grid, claims: list[dict[str, Any]]) -> list[Verdict]:
     """Decide the claims of a plan that were registered as superior or equivalent, all together.
 
+    Claims that are not measured yet count in the correction, so that measuring them takes no verdict back.
+
     Args:
         grid: the measured numbers.
         claims: of the plan, each of a kind in `REGISTERED`.
@@ -42,13 +44,16 @@ def decide_registered(grid: Grid, claims: list[dict[str, Any]]) -> list[Verdict]
         ValueError: if a claim is malformed.
     """
     effects = [_estimate(grid, claim) for claim in claims]
-    measured = [index for index, effect in enumerate(effects) if effect is not None]
+    planned = len(grid.plan.metadata.get("seeds") or [0])
+    # one seed of several says nothing of the others
+    decidable = {i: effect for i, effect in enumerate(effects) if effect and (effect.seeds > 1 or planned == 1)}
     decisions = decide_claims(
-        [effect for effect in effects if effect is not None],
-        [_log_margin(claims[index]) for index in measured],
-        [claims[index]["kind"] == "equivalent" for index in measured],
+        list(decidable.values()),
+        [_log_margin(claims[index]) for index in decidable],
+        [claims[index]["kind"] == "equivalent" for index in decidable],
+        registered=len(claims),
     )
-    decided = dict(zip(measured, decisions, strict=True))
+    decided = dict(zip(decidable, decisions, strict=True))
     return [
         _describe(grid, claim, effect, decided.get(index))
         for index, (claim, effect) in enumerate(zip(claims, effects, strict=True))
@@ -79,10 +84,8 @@ def _describe(grid: Grid, claim: dict[str, Any], effect: Effect | None, decision
         "metric": claim["metric"], "protocol": grid.protocol, "paper": None, "numbers": [], "within_intervals": False,
     }  # fmt: skip
     if effect is None or decision is None:
-        return head | {
-            "verdict": NOT_MEASURED,
-            "words": f"{METRICS[claim['metric']]} at {claim['length']}: not measured",
-        }
+        reason = "not measured" if effect is None else "one seed alone, which says nothing of the others"
+        return head | {"verdict": NOT_MEASURED, "words": f"{METRICS[claim['metric']]} at {claim['length']}: {reason}"}
     holds = {REGISTERED[claim["kind"]]: HOLDS, UNDECIDED: OPEN}
     low, high = effect.interval()
     mean, low, high = (_to_metric(x, claim["metric"]) for x in (effect.mean, low, high))
