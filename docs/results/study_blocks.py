@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -166,6 +167,50 @@ def render_verdicts(folder: str, wanted: str = "") -> str:
         values = [form.format(number[name]) for name in ("difference", "low", "high")]
         lines.append(f"| {claim['text']} | **{claim['verdict']}** | {values[0]} | {values[1]} to {values[2]} |")
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
+
+
+TEXTS = {"statutes": "study", "code": "other-texts/code", "books": "other-texts/books"}
+TEXT_ROWS = {
+    "plain RoPE": ("RoPE", "none"), "plain RoPE + InfoScale": ("RoPE", "InfoScale"), "ReRoPE": ("ReRoPE", "none"),
+    "ReRoPE + InfoScale": ("ReRoPE", "InfoScale"), "ReRoPE + Power": ("ReRoPE", "Power"),
+    "ReRoPE + share": ("ReRoPE", "share"), "SelfExtend": ("SelfExtend", "none"),
+    "SelfExtend + share": ("SelfExtend", "share"), "windowed": ("Windowed", "none"),
+}  # fmt: skip
+
+
+def render_other_texts() -> str:
+    """Print each claim registered for other texts with its difference, interval and verdict on each, if measured."""
+    claims = {
+        text: {
+            claim["text"]: claim for claim in json.loads((HERE / folder / "claims.json").read_text(encoding="utf-8"))
+        }
+        for text, folder in TEXTS.items()
+    }
+    lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} |", "|---" * (len(claims) + 1) + "|"]
+    for name in claims["code"]:
+        cells = [_format_claim(claims[text].get(name), len(load_grid(TEXTS[text]).seeds)) for text in claims]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
+
+
+def _format_claim(claim: dict[str, Any] | None, seeds: int) -> str:
+    if claim is None or not claim["numbers"]:
+        return "–"
+    (number,) = claim["numbers"]
+    fewer = "" if claim["seeds"] == seeds else f", {claim['seeds']} pre-trainings"
+    interval = f"{number['difference']:+.3f} ({number['low']:+.3f} to {number['high']:+.3f})"
+    return f"{interval}, **{claim['verdict']}**{fewer}"
+
+
+def render_accuracy_by_text() -> str:
+    """Print accuracies inside, at 128 tokens, and at 64 times the training length, on each corpus."""
+    lines = ["| ACC, 128 → 4096 tokens | " + " | ".join(TEXTS) + " |", "|---" * (len(TEXTS) + 1) + "|"]
+    grids = [load_grid(folder) for folder in TEXTS.values()]
+    for name, row in TEXT_ROWS.items():
+        values = [[grid.value(Row(*row), length, "acc") for length in (128, LENGTH)] for grid in grids]
+        cells = (" → ".join("–" if x is None else format_number(x.mean, "acc") for x in pair) for pair in values)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def render_components(folder: str) -> str:

@@ -128,7 +128,9 @@ def collect_masked_plan(plan: MaskedPlan, out: Path, corpus: str | Path | None =
     cells = [replace(cell, key=key) for cell, key in zip(cells, keys, strict=True) if read_cell(out, key) is not None]
     if not cells:
         raise ValueError(f"{out}: expected results of the plan {plan.name}, got none; run it without --report-only")
-    _write_results(plan, prepared, trained, cells, out)
+    used = {name for cell in cells for name in (cell.trained.identity, cell.trained.root)}
+    measured = {key: model for key, model in trained.items() if model.identity in used}
+    _write_results(plan, prepared, measured, cells, out)
     return masked_plan_status(plan, out)
 
 
