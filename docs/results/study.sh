@@ -72,12 +72,12 @@ EOF
     echo "$out/$1.yaml"
 }
 
-plan() {  # PLAN CORPUS FOLDER [OPTION…]
+plan() {  # "PLAN…" CORPUS FOLDER [OPTION…]
     [ -n "$2" ] || { echo "  no corpus given: left out"; return 3; }
-    local name seeds=("${@:4}")
-    name=$(quick "$1")
+    local name names=() seeds=("${@:4}")
+    for name in $1; do names+=("$(quick "$name")") || return; done
     [ -z "${QUICK:-}" ] || seeds=()
-    within isentrope study run "$name" --data "$2" --out "$3" --jobs "$jobs" "${seeds[@]}"
+    within isentrope study run "${names[@]}" --data "$2" --out "$3" --jobs "$jobs" "${seeds[@]}"
 }
 
 repeat() {  # one configuration twice, plainly and with algorithms that give the same bits again
@@ -121,11 +121,11 @@ llamas_of_seed() {
 }
 
 step() {
-    local folder=$out part
+    local folder=$out
     case $1 in
         seeds) plan study "$data" "$folder" --seeds 5,6,7 ;;
         repeat) repeat ;;
-        tables) for part in main ablation sweep softmax softmax-cosine; do plan "study-$part" "$data" "$folder" || return; done ;;
+        tables) plan "study-main study-ablation study-sweep study-softmax study-softmax-cosine" "$data" "$folder" ;;
         figures) [ -n "${QUICK:-}" ] || within isentrope study figures --data "$data" --out "$folder" --sweep study-sweep --main study-main --seed 5 ;;
         why) plan study-why "$data" "$folder" ;;
         novels) plan study-texts "$novels" "$folder/novels" ;;

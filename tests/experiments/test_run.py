@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isentrope.calibration import masked_lm
-from isentrope.data.prepared import PreparedCorpus
 from isentrope.experiments import checkpoints
 from isentrope.experiments import masked_runner as study
 from isentrope.experiments import plan as plans
-from isentrope.experiments.checkpoints import prepare_checkpoints
 from isentrope.experiments.masked_plan import override_plan, plan_masked_evaluation
 from isentrope.experiments.runner import plan_status, run_plan
 from isentrope.recipe import Recipe
-from isentrope.utils.files import lock_file, write_atomically
+from isentrope.utils.files import lock_file
 from tests.fixtures.corpus import make_corpus
 from tests.fixtures.plans import PLAN
 
@@ -334,19 +330,36 @@ def test_what_another_process_is_at_is_left_to_it(plan, corpus, done, tmp_path, 
     assert rows(tmp_path / "out") == rows(done)
 
 
-def test_a_training_that_another_process_is_at_comes_last(plan, corpus, tmp_path):
+@pytest.mark.parametrize("held", ["training", "cell"])
+def test_the_next_plan_is_worked_on_while_others_hold_what_is_left_of_one(plan, corpus, done, tmp_path, held):
+    changes = {"cosine: {": "scaled: {", "cosine: cosine": "cosine: scaled", "16}": "32}"}
+    other = plans.parse_plan("other", reduce(lambda text, change: text.replace(*change), changes.items(), PLAN))
+    other = replace(other, rows=tuple(row for row in other.rows if row.checkpoint == "scaled"))
+    if held == "cell":
+        copied(done, tmp_path)
     said = []
-    file = lock_file(tmp_path / "locks" / "dot-0")
-    file.__enter__()
-
-    def say(words):
-        said.append(words)
-        if words == "training cosine, seed 1":  # the last but the one that is being waited for
-            file.__exit__(None, None, None)
-
-    prepare_checkpoints(plan, PreparedCorpus.open(corpus), tmp_path, say)
-    names = ["base, seed 0", "dot, seed 1", "cosine, seed 0", "cosine, seed 1", "dot, seed 0"]
+    with lock_file(tmp_path / "locks" / ("dot-0" if held == "training" else rows(done)[0]["key"])):
+        complete = study.run_masked_plans([plan, other], tmp_path, corpus, said.append)
+        assert next(complete) == (other, plan_status(other, tmp_path))
+        assert not (tmp_path / "small" / "results.jsonl").exists()
+    assert next(complete)[0] == plan and not list(complete)
+    names = ["scaled, seed 0", "scaled, seed 1"]
+    if held == "training":
+        names = ["base, seed 0", "dot, seed 1", "cosine, seed 0", "cosine, seed 1", *names, "dot, seed 0"]
     assert said == [f"training {name}" for name in names]
+
+
+def test_processes_that_train_together_do_one_plan_after_another(plan, corpus, done, tmp_path, monkeypatch):
+    fake = SimpleNamespace(
+        process_index=0, num_processes=2, is_main_process=False, device=torch.device("cpu"),
+        wait_for_everyone=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(study, "PartialState", lambda: fake)
+    held = lock_file(copied(done, tmp_path) / "locks" / rows(done)[0]["key"])
+    held.__enter__()
+    monkeypatch.setattr(study.time, "sleep", lambda seconds: held.__exit__(None, None, None))
+    complete = study.run_masked_plans([plan, replace(plan, name="other")], tmp_path, corpus, lambda words: None)
+    assert [each.name for each, _ in complete] == ["small", "other"]
 
 
 def test_what_is_measured_needs_no_training(plan, corpus, done, tmp_path, monkeypatch):
@@ -361,39 +374,3 @@ def test_what_is_measured_needs_no_training(plan, corpus, done, tmp_path, monkey
     run_plan(override_plan(plan, "16,64", None, None), tmp_path, corpus, said.append)
     last = rows(tmp_path)[-1]
     assert said == ["training base, seed 0", f"training {last['checkpoint']}, seed {last['seed']}"]
-
-
-def test_what_has_no_seed_is_trained_by_one_process_whatever_seeds_they_are_at(plan, corpus, tmp_path, monkeypatch):
-    at_once, lock = [], threading.Lock()
-
-    def train(data, config, out):
-        with lock:
-            at_once.append(out)
-        time.sleep(0.2)
-        with lock:
-            assert at_once.count(out) == 1
-            at_once.remove(out)
-
-    monkeypatch.setattr(checkpoints, "train", train)
-    given = [override_plan(plan, None, None, seeds) for seeds in ("0,1", "1,2")]
-    with ThreadPoolExecutor(2) as pool:
-        list(
-            pool.map(
-                lambda each: prepare_checkpoints(each, PreparedCorpus.open(corpus), tmp_path, lambda words: None), given
-            )
-        )
-
-
-def test_writers_of_one_process_id_leave_each_other_alone(tmp_path):
-    """As in two containers that share a folder."""
-    with write_atomically(tmp_path / "a") as first, write_atomically(tmp_path / "a") as second:
-        first.write_text("first")
-        second.write_text("second")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "first"
-
-
-def test_a_claim_is_one_process_at_a_time(tmp_path):
-    with lock_file(tmp_path / "a") as mine, lock_file(tmp_path / "a") as theirs, lock_file(tmp_path / "b") as other:
-        assert mine and not theirs and other
-    with lock_file(tmp_path / "a") as mine:
-        assert mine

@@ -117,8 +117,7 @@ def test_the_script_of_the_study_names_plans_that_ship():
     script = RESULTS / "study.sh"
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text(encoding="utf-8")
-    named = {f"study-{name}" for name in re.search(r"for part in ([a-z -]+); do plan", text)[1].split()}
-    named |= set(re.findall(r"\bplan (study[a-z-]*) ", text))
+    named = {name for names in re.findall(r"\bplan \"?(study[a-z -]*)\"? \"\$", text) for name in names.split()}
     assert named == {name for name in plan_names() if name.startswith("study")}
     steps = re.search(r"^all=\(([a-z ]+)\)", text, re.M)[1].split()
     assert all(

@@ -84,3 +84,18 @@ def test_fields_that_are_missing(tmp_path, content, words):
     (tmp_path / "file.json").write_text(content)
     with pytest.raises(BrokenFileError, match=words):
         read_fields(tmp_path / "file.json", "write it again", "a", "b")
+
+
+def test_writers_of_one_process_id_leave_each_other_alone(tmp_path):
+    """As in two containers that share a folder."""
+    with write_atomically(tmp_path / "a") as first, write_atomically(tmp_path / "a") as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "first"
+
+
+def test_a_claim_is_one_process_at_a_time(tmp_path):
+    with lock_file(tmp_path / "a") as mine, lock_file(tmp_path / "a") as theirs, lock_file(tmp_path / "b") as other:
+        assert mine and not theirs and other
+    with lock_file(tmp_path / "a") as mine:
+        assert mine

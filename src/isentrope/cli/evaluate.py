@@ -20,7 +20,7 @@ from isentrope.cli.options import (
     join_data,
 )
 from isentrope.cli.output import Output, print_progress
-from isentrope.cli.plans import run_causal_plan, run_masked_plan
+from isentrope.cli.plans import run_causal_plan, run_masked_plans
 
 # options that only one kind of model has
 CAUSAL_OPTIONS = ("length", "retrieval", "documents", "save", "allow_forgetting", "gguf_file", "dtype", "device")
@@ -112,7 +112,7 @@ def evaluate(
             raise ValueError(f"recipe, data: expected recipes and one corpus for GAU-α, got {recipe} and {data}")
         masked_plan = plan_masked_evaluation(model, recipe, lengths, positions, protocol)
         with Output(as_json) as output:
-            complete = run_masked_plan(masked_plan, out or Path("results"), Path(data[0]), output)
+            complete = run_masked_plans([masked_plan], out or Path("results"), Path(data[0]), output)
         raise typer.Exit(0 if complete else 1)
     _reject_options(context, GAU_OPTIONS, config.model_type)
     check_save_folder(save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,55 +88,68 @@ def list_values(plan: Any) -> list[dict[str, Any]]:
     ]
 
 
-def run_masked_plan(
-    plan: Any,
+def run_masked_plans(
+    plans: Sequence[Any],
     out: Path,
     corpus: Path | None,
     output: Output,
     compile: bool | None = None,
     is_helper: bool = False,
-    report_only: bool = False,
 ) -> bool:
-    """Run a plan for masked models, then write its report and print its tables.
+    """Run plans for masked models; write the report of each and print its tables once it is complete.
 
     Args:
-        plan: the plan to run.
+        plans: the plans to run.
         out: folder that plans share; the results go to the folder of the plan's name in it.
         corpus: folder of a prepared corpus.
-        output: for the tables and the page.
+        output: for the tables and the pages.
         compile: whether trainings are compiled; None decides by their length.
-        is_helper: whether another process, which started this one, writes the report.
-        report_only: whether to train and measure nothing, and report what is measured.
+        is_helper: whether another process, which started this one, writes the reports.
 
     Returns:
         Whether every cell was measured.
     """
+    from isentrope.experiments import masked_runner
+    from isentrope.training.trainer import Interrupted, is_main_process
+
+    disable_progress_bars()
+    complete = True
+    try:
+        for plan, counts in masked_runner.run_masked_plans(plans, out, corpus, print_progress, compile, is_helper):
+            if is_main_process() and not is_helper:
+                _report_masked_plan(out / plan.name, counts, output)
+            complete = complete and (is_helper or not counts["failed"])
+    except Interrupted as stopped:
+        print_error(str(stopped))
+        raise typer.Exit(128 + stopped.number) from None
+    return complete
+
+
+def report_masked_plans(plans: Sequence[Any], out: Path, corpus: Path | None, output: Output) -> bool:
+    """Report what is measured of plans for masked models; arguments and result as in `run_masked_plans`."""
     from isentrope.experiments.masked_runner import collect_masked_plan
-    from isentrope.experiments.runner import run_plan
+
+    complete = True
+    for plan in plans:
+        counts = collect_masked_plan(plan, out, corpus)
+        _report_masked_plan(out / plan.name, counts, output)
+        if missing := counts["cells"] - counts["done"] - counts["failed"]:
+            print_error(f"{missing} of {counts['cells']} cells are not measured; run without --report-only to go on")
+        complete = complete and not counts["failed"]
+    return complete
+
+
+def _report_masked_plan(folder: Path, counts: dict[str, Any], output: Output) -> None:
+    """Write the report of a plan for masked models, and print its tables."""
     from isentrope.report.figures.plan_curves import draw_curves
     from isentrope.report.html.page import write_page
     from isentrope.report.study import draw_study
     from isentrope.report.tables.plan_tables import write_tables
-    from isentrope.training.trainer import Interrupted, is_main_process
 
-    disable_progress_bars()
-    try:
-        if report_only:
-            outcome = collect_masked_plan(plan, out, corpus)
-        else:
-            outcome = run_plan(plan, out, corpus, print_progress, compile, is_helper)
-    except Interrupted as stopped:
-        print_error(str(stopped))
-        raise typer.Exit(128 + stopped.number) from None
-    if is_main_process() and not is_helper:
-        folder = out / plan.name
-        draw_curves(folder)
-        draw_study(folder)
-        write_tables(folder)
-        print_plan(folder, output)
-        output.add_files([write_page(folder)])
-        if outcome["failed"]:
-            print_error(f"{outcome['failed']} of {outcome['cells']} cells failed: {folder / 'results.jsonl'}")
-        if missing := outcome["cells"] - outcome["done"] - outcome["failed"]:
-            print_error(f"{missing} of {outcome['cells']} cells are not measured; run without --report-only to go on")
-    return is_helper or not outcome["failed"]
+    draw_curves(folder)
+    draw_study(folder)
+    write_tables(folder)
+    print_plan(folder, output)
+    output.add_files([write_page(folder)])
+    if counts["failed"]:
+        print_error(f"{counts['failed']} of {counts['cells']} cells failed: {folder / 'results.jsonl'}")

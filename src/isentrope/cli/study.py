@@ -16,7 +16,7 @@ from isentrope.cli.data import print_partition
 from isentrope.cli.laws import run_laws
 from isentrope.cli.options import CORPUS_HELP, AsJson, Corpus
 from isentrope.cli.output import Output, print_progress
-from isentrope.cli.plans import run_causal_plan, run_masked_plan
+from isentrope.cli.plans import report_masked_plans, run_causal_plan, run_masked_plans
 
 study = typer.Typer(no_args_is_help=True, help="The paper's experiments, and others like them.")
 app.add_typer(study, name="study")
@@ -81,18 +81,19 @@ def run(
         if masked_plans or len(plans) < len(names) or has_options:
             raise ValueError("plans for decoders: expected no other plans with them, and no option but --out")
         with Output(as_json) as output:
-            complete = [run_causal_plan(plan, out, output) for plan in plans]
-        raise typer.Exit(0 if all(complete) else 1)
+            measured = [run_causal_plan(plan, out, output) for plan in plans]
+        raise typer.Exit(0 if all(measured) else 1)
     if corpus is None and "dataset" in names:
         raise ValueError("data: the plan dataset needs a corpus: isentrope data prepare …, then --data FOLDER")
     with Output(as_json) as output:
         for name in () if helps else (name for name in names if name in PLANS_WITHOUT_CELLS):
             _run_without_cells(name, out, corpus, output)
-        with _helper_processes(0 if report_only else jobs - 1, out / "jobs"):
-            complete = [
-                run_masked_plan(plan, out, corpus, output, compile, helps, report_only) for plan in masked_plans
-            ]
-    if not all(complete):
+        if report_only:
+            complete = report_masked_plans(masked_plans, out, corpus, output)
+        else:
+            with _helper_processes(jobs - 1, out / "jobs"):
+                complete = run_masked_plans(masked_plans, out, corpus, output, compile, helps)
+    if not complete:
         raise typer.Exit(1)
 
 

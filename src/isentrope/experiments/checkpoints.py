@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from isentrope.training.trainer import Diverged, train
 from isentrope.utils.files import BrokenFileError, lock_file, read_fields
 from isentrope.utils.shipped import SHIPPED_MODELS as SHIPPED_MODELS
 from isentrope.utils.shipped import find_shipped_model
+
+POLL_SECONDS = 0.5  # between looks at what other processes hold
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,31 @@ def prepare_checkpoints(
     notify: Callable[[str], None],
     compile: bool | None = None,
     skip: Collection[tuple[str, int]] = (),
-    on_ready: Callable[[Trained], None] = lambda trained: None,
 ) -> Trained:
     """Return every checkpoint of the plan for every seed, training those that are missing.
 
-    A checkpoint that another process trains is left to it; the last ones are waited for.
+    A checkpoint that another process trains is left to it; the last ones are waited for. Arguments as in
+    `train_checkpoints`.
+    """
+    trained: Trained = {}
+    for ready in train_checkpoints(plan, corpus, out, notify, compile, skip):
+        trained |= ready
+        if not ready:
+            time.sleep(POLL_SECONDS)
+    return trained
+
+
+def train_checkpoints(
+    plan: MaskedPlan,
+    corpus: PreparedCorpus,
+    out: Path,
+    notify: Callable[[str], None],
+    compile: bool | None = None,
+    skip: Collection[tuple[str, int]] = (),
+) -> Iterator[Trained]:
+    """Yield every checkpoint of the plan for every seed, training those that are missing, one after another.
+
+    While other processes train all that are left, nothing is trained and an empty dictionary is yielded.
 
     Args:
         plan: The plan.
@@ -81,13 +104,11 @@ def prepare_checkpoints(
         notify: Receives a message for each training.
         compile: Whether trainings are compiled; None compiles long ones on a GPU.
         skip: Names and seeds of checkpoints that are not trained.
-        on_ready: Receives every other checkpoint once it is there, before the next is trained.
     """
     builder = _CheckpointBuilder(corpus, out, notify, compile)
     trained: Trained = {}
     remaining = [(spec, seed) for spec in plan.required_checkpoints() for seed in plan.seeds_of(spec.name)]
     alone = PartialState().num_processes == 1  # processes that train together must not lock each other out
-    wait = False
     while remaining:
         before = len(remaining)
         for spec, seed in list(remaining):
@@ -96,19 +117,17 @@ def prepare_checkpoints(
                 continue
             # named by the seed it is trained with, as plans of other seeds may share it
             name, trains = f"{spec.name}-{seed if spec.seeded else 0}", (spec.name, seed) not in skip
-            with lock_file(out / "locks" / name, wait) if alone and trains else nullcontext(True) as locked:
+            with lock_file(out / "locks" / name) if alone and trains else nullcontext(True) as locked:
                 if not locked:
                     continue
                 model = builder.build(spec, seed, trained.get((str(start), seed)), trains)
             remaining.remove((spec, seed))
-            wait = False
             seeds = plan.seeds if len(plan.seeds_of(spec.name)) == 1 else (seed,)
             ready = {(spec.name, each): model for each in (seed, *seeds)}
             trained |= ready
-            if trains:
-                on_ready(ready)
-        wait = len(remaining) == before
-    return trained
+            yield ready
+        if len(remaining) == before:
+            yield {}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from isentrope.data.source import Source
 from isentrope.evaluation.masked_lm import UnmeasurableError, score_documents, summarize_scores
 from isentrope.evaluation.results import MASKED_METRICS, cell_path, is_done, read_cell, write_cell
 from isentrope.experiments.checkpoints import (
+    POLL_SECONDS,
     Trained,
     TrainedCheckpoint,
     describe_trainings,
     hash_partition,
     identify_checkpoints,
-    prepare_checkpoints,
+    train_checkpoints,
 )
 from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
@@ -57,16 +59,48 @@ class MaskedCell:
     trained: TrainedCheckpoint
     key: str
 
+    @property
+    def label(self) -> str:
+        return f"{self.row.method} {self.row.variant} at {self.length}"
 
-def run_masked_plan(
-    plan: MaskedPlan,
+
+def run_masked_plans(
+    plans: Sequence[MaskedPlan],
     out: Path,
     corpus: str | Path | None = None,
     notify: Callable[[str], None] = print,
     compile: bool | None = None,
     is_helper: bool = False,
-) -> dict[str, Any]:
-    """Train and evaluate what is missing of a plan, and write `out/NAME/results.jsonl`; arguments as in `run_plan`."""
+) -> Iterator[tuple[MaskedPlan, dict[str, Any]]]:
+    """Train and evaluate what is missing of plans, and write `out/NAME/results.jsonl`; arguments as in `run_plan`.
+
+    Plans come in their order; while other processes hold all that is left of one, the next is worked on.
+
+    Yields:
+        Each plan once its results are complete, with its counts.
+    """
+    pending = [(plan, _work_on(plan, out, corpus, notify, compile, is_helper)) for plan in plans]
+    together = PartialState().num_processes > 1  # processes that train together must do the same plan
+    while pending:
+        for plan, work in pending[:1] if together else pending:
+            if (progress := next(work, None)) is None:
+                pending.remove((plan, work))
+                yield plan, masked_plan_status(plan, out)
+            if progress is not False:
+                break  # the plans before this one may have become free
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def _work_on(
+    plan: MaskedPlan,
+    out: Path,
+    corpus: str | Path | None,
+    notify: Callable[[str], None],
+    compile: bool | None,
+    is_helper: bool,
+) -> Iterator[bool]:
+    """Run one plan in steps: yield True after each, and False while other processes hold all that is left."""
     state = PartialState()
     prepared = _open_corpus(plan, out, corpus)
     dtype = resolve_device(state.device.type)[1]
@@ -75,32 +109,26 @@ def run_masked_plan(
     def list_cells(trained: Trained) -> list[MaskedCell]:
         return list(_list_cells(plan, prepared, trained, dtype))
 
-    def measure_all(cells: Iterator[MaskedCell], total: int) -> None:
-        for cell in track_progress(cells, lambda cell: f"{cell.row.method} {cell.row.variant} at {cell.length}", total):
-            evaluator.measure(cell)
-
-    def measure_trained(trained: Trained) -> None:
-        """Measure what no other process has begun, so that a run cut off has numbers of every checkpoint it trained."""
-        if cells := list_cells(trained):
-            measure_all(_claim_cells(_group_by_model(cells), out, is_helper=True), len(cells))
-            evaluator.loaded = (None, None)  # the next training needs the memory
-
     planned = list_cells(identify_checkpoints(plan, prepared, out))
     _write_keys(plan, planned, out)
-    # processes that train together measure when all is trained
-    on_ready = measure_trained if state.num_processes == 1 else lambda trained: None
     skip = _find_measured(plan, planned, out)
-    trained = prepare_checkpoints(plan, prepared, out, notify, compile, skip, on_ready)
+    trained: Trained = {}
+    for ready in train_checkpoints(plan, prepared, out, notify, compile, skip):
+        trained |= ready
+        # a run cut off should have numbers of every checkpoint it trained; processes that train together measure later
+        if state.num_processes == 1 and not ready.keys() <= skip:
+            evaluator.measure_free(_group_by_model(list_cells(ready)))
+        yield bool(ready)
     cells = list_cells(trained)
     _write_keys(plan, cells, out)
-    groups = _group_by_model(cells)
     # split before checking which cells exist: processes may check at different times
-    measure_all(_claim_cells(groups[state.process_index :: state.num_processes], out, is_helper), len(cells))
+    groups = _group_by_model(cells)[state.process_index :: state.num_processes]
+    while (groups := evaluator.measure_free(groups)) and not is_helper:
+        yield False
     state.wait_for_everyone()
     if state.is_main_process and not is_helper:
         _write_results(plan, prepared, trained, cells, out)
     state.wait_for_everyone()
-    return masked_plan_status(plan, out)
 
 
 def collect_masked_plan(plan: MaskedPlan, out: Path, corpus: str | Path | None = None) -> dict[str, Any]:
@@ -205,18 +233,6 @@ def _group_by_model(cells: list[MaskedCell]) -> list[list[MaskedCell]]:
     return list(groups.values())
 
 
-def _claim_cells(groups: list[list[MaskedCell]], out: Path, is_helper: bool) -> Iterator[MaskedCell]:
-    """Yield every cell, group by group; groups that another process holds come last, after it has left them."""
-    busy: list[list[MaskedCell]] = []
-    for current, wait in ((groups, False),) if is_helper else ((groups, False), (busy, True)):
-        for group in current:
-            with lock_file(out / "locks" / group[0].key, wait) as locked:
-                if locked:
-                    yield from group
-                else:
-                    busy.append(group)
-
-
 class _CellEvaluator:
     """Measures cells one after another; consecutive cells share their model."""
 
@@ -230,6 +246,26 @@ class _CellEvaluator:
         self.loaded: tuple[Any, Any] = (None, None)  # folder and recipe, model
         self.unmeasurable: set[str] = set()  # keys of cells that would fail again
         self.provenance = {key: value for key, value in collect_provenance().items() if key != "date"}
+
+    def measure_free(self, groups: list[list[MaskedCell]]) -> list[list[MaskedCell]]:
+        """Measure the groups of cells that no other process holds, and return the others."""
+        busy: list[list[MaskedCell]] = []
+
+        def claim_cells() -> Iterator[MaskedCell]:
+            for group in groups:
+                with lock_file(self.out / "locks" / group[0].key) as locked:
+                    if locked:
+                        yield from group
+                    else:
+                        busy.append(group)
+
+        cells = claim_cells()
+        if (first := next(cells, None)) is not None:  # else there is no progress to show
+            total = sum(map(len, groups))
+            for cell in track_progress(chain((first,), cells), lambda cell: cell.label, total):
+                self.measure(cell)
+            self.loaded = (None, None)  # the next training needs the memory
+        return busy
 
     def measure(self, cell: MaskedCell) -> None:
         """Write the numbers of a cell, or why there are none, unless it is done."""

@@ -9,7 +9,7 @@ from typing import Any
 from isentrope.experiments.causal_plan import CausalPlan
 from isentrope.experiments.causal_runner import causal_plan_status, run_causal_plan
 from isentrope.experiments.masked_plan import MaskedPlan
-from isentrope.experiments.masked_runner import masked_plan_status, run_masked_plan
+from isentrope.experiments.masked_runner import masked_plan_status, run_masked_plans
 
 
 def run_plan(
@@ -34,7 +34,8 @@ def run_plan(
         The counts of `plan_status`.
     """
     if isinstance(plan, MaskedPlan):
-        return run_masked_plan(plan, out, corpus, notify, compile, is_helper)
+        ((_, counts),) = run_masked_plans([plan], out, corpus, notify, compile, is_helper)
+        return counts
     if corpus is not None or compile is not None or is_helper:
         raise ValueError(f"plan {plan.name}: corpus, compile and is_helper are for plans of masked models")
     return run_causal_plan(plan, out, notify)
