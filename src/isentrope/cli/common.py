@@ -61,8 +61,8 @@ def errors_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         print_error("interrupted; run the same command again to resume")
         raise typer.Exit(130) from None
-    except (ValueError, OSError, MissingExtraError) as error:
-        message = explain_os_error(error) if isinstance(error, OSError) else str(error)
+    except (ValueError, OSError, MemoryError, MissingExtraError) as error:
+        message = explain_os_error(error) if isinstance(error, OSError) else str(error) or "out of memory"
         print_error(message.strip().partition("\n")[0])
         raise typer.Exit(2) from None
     finally:

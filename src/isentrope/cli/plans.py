@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def run_masked_plans(
     output: Output,
     compile: bool | None = None,
     is_helper: bool = False,
+    yield_memory: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Run plans for masked models; write the report of each and print its tables once it is complete.
 
@@ -105,23 +107,41 @@ def run_masked_plans(
         output: for the tables and the pages.
         compile: whether trainings are compiled; None decides by their length.
         is_helper: whether another process, which started this one, writes the reports.
+        yield_memory: called when a training runs out of memory; waits until the processes that share the work have
+            ended, and returns whether there were any: then the training is tried again.
 
     Returns:
         Whether every cell was measured.
     """
+    import torch
+
     from isentrope.experiments import masked_runner
+    from isentrope.experiments.checkpoints import TrainingMemoryError
     from isentrope.training.trainer import Interrupted, is_main_process
 
     disable_progress_bars()
-    complete = True
-    try:
-        for plan, counts in masked_runner.run_masked_plans(plans, out, corpus, print_progress, compile, is_helper):
-            if is_main_process() and not is_helper:
-                _report_masked_plan(out / plan.name, counts, output)
-            complete = complete and (is_helper or not counts["failed"])
-    except Interrupted as stopped:
-        print_error(str(stopped))
-        raise typer.Exit(128 + stopped.number) from None
+    complete, pending = True, list(plans)
+    while pending:
+        failure = ""
+        try:
+            for plan, counts in masked_runner.run_masked_plans(
+                tuple(pending), out, corpus, print_progress, compile, is_helper
+            ):
+                pending.remove(plan)
+                if is_main_process() and not is_helper:
+                    _report_masked_plan(out / plan.name, counts, output)
+                complete = complete and (is_helper or not counts["failed"])
+        except Interrupted as stopped:
+            print_error(str(stopped))
+            raise typer.Exit(128 + stopped.number) from None
+        except TrainingMemoryError as error:
+            failure = str(error)  # the error itself keeps the memory
+        if failure:
+            gc.collect()
+            torch.cuda.empty_cache()
+            print_error(failure)
+            if not yield_memory():
+                raise typer.Exit(2)
     return complete
 
 

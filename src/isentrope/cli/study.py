@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +9,7 @@ import typer
 
 from isentrope.cli.common import app, disable_progress_bars, errors_in_one_line
 from isentrope.cli.data import print_partition
+from isentrope.cli.jobs import Jobs
 from isentrope.cli.laws import run_laws
 from isentrope.cli.options import CORPUS_HELP, AsJson, Corpus
 from isentrope.cli.output import Output, print_progress
@@ -91,8 +88,8 @@ def run(
         if report_only:
             complete = report_masked_plans(masked_plans, out, corpus, output)
         else:
-            with _helper_processes(jobs - 1, out / "jobs"):
-                complete = run_masked_plans(masked_plans, out, corpus, output, compile, helps)
+            with Jobs(jobs - 1, out / "jobs") as others:
+                complete = run_masked_plans(masked_plans, out, corpus, output, compile, helps, others.yield_memory)
     if not complete:
         raise typer.Exit(1)
 
@@ -108,24 +105,6 @@ def _run_without_cells(name: str, out: Path, corpus: Path | None, output: Output
         output.print(build_formulas_table(out / "laws" / "laws.json"))
     elif corpus is not None:
         print_partition(PreparedCorpus.open(corpus).folder / "manifest.json", output)
-
-
-@contextmanager
-def _helper_processes(count: int, folder: Path) -> Iterator[None]:
-    """Run this command in `count` more processes, each with its output in FOLDER/2.log and so on."""
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(2, count + 2):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"{number}.log").open("wb") as log:
-                command = [sys.executable, "-m", "isentrope.cli", *sys.argv[1:], "--jobs", "1", "--helps"]
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-        yield
-        for process in processes:
-            process.wait()
-    finally:
-        for process in processes:
-            process.terminate()
 
 
 @study.command("status")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 from isentrope.data.prepared import PreparedCorpus
@@ -25,6 +27,10 @@ from isentrope.utils.shipped import SHIPPED_MODELS as SHIPPED_MODELS
 from isentrope.utils.shipped import find_shipped_model
 
 POLL_SECONDS = 0.5  # between looks at what other processes hold
+
+
+class TrainingMemoryError(MemoryError):
+    """A training needs more memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,11 @@ class _CheckpointBuilder:
             train(self.corpus.folder, config, folder)
         except Diverged as error:
             return TrainedCheckpoint(spec.name, seed, folder, identity, root, f"checkpoint {spec.name}: {error}")
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            remedy = "use fewer --jobs, or end other programs on this device"
+            raise TrainingMemoryError(f"training {spec.name}, seed {seed}: out of memory; {remedy}") from error
         return TrainedCheckpoint(spec.name, seed, folder / "best", identity, root)
 
     def _remove_broken(self, path: Path) -> None:
@@ -189,6 +200,12 @@ class _CheckpointBuilder:
                 self.notify(str(error))
                 path.unlink()
         state.wait_for_everyone()
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether memory was short: PyTorch's allocators say so, and CUDA, its libraries and Triton themselves."""
+    words = "out of memory|not enough memory|allocate memory|ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError) or re.search(words, str(error)) is not None
 
 
 def hash_partition(corpus: PreparedCorpus) -> str:
