@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import isentrope as ise
 from isentrope.calibration import calibrate as study
 from isentrope.calibration import optimize as descent
-from isentrope.calibration.calibrate import calibrate, fit_laws
+from isentrope.calibration.calibrate import CalibrationResult, calibrate, fit_laws
 from isentrope.calibration.config import CalibrationConfig, parse_seconds
 from isentrope.calibration.laws import make_laws
 from isentrope.calibration.optimize import FitProblem
@@ -311,7 +311,7 @@ def test_times():
 
 
 @pytest.mark.figures
-def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
+def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path, monkeypatch):
     model, documents = str(SHIPPED_MODELS / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
     lines = [json.dumps({"text": text[:400]}) for text in documents[:4]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
@@ -340,6 +340,15 @@ def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path):
         losses.append(token_losses(loaded, ids)[255:].double().mean())
         assert torch.equal(loaded(ids[None, :128]).logits, plain(ids[None, :128]).logits)
     assert chosen["perplexity"][-1] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-6)
+
+    assert "Warning" not in (saved / "README.md").read_text()
+    warning = "Answers are clearly worse than under the closed law: fit with --with-retrieval."
+    monkeypatch.setattr(CalibrationResult, "warning", warning)
+    warned = [tmp_path / "warned" if word == str(saved) else word for word in arguments]
+    done = CliRunner().invoke(app, [*map(str, warned), "--length", "320"])
+    assert done.exit_code == 0 and f"\n\n**Warning.** {warning}\n" in (tmp_path / "warned" / "README.md").read_text()
+    ise.load(tmp_path / "warned").save_pretrained(tmp_path / "again")
+    assert warning in (tmp_path / "again" / "README.md").read_text()
 
     refused = CliRunner().invoke(app, [*arguments, "--length", "320"])
     assert refused.exit_code == 2 and "save: expected a folder that is not there yet" in refused.output

@@ -137,4 +137,5 @@ def calibrate(
         output.print(build_calibration_table(results))
         output.add_files([results, out / "recipe.txt", *draw_calibration(results)])
         if save is not None:
-            output.add_files([save_extended(model, result.recipe, save, gguf_file, build_card_rows(results))])
+            rows = build_card_rows(results)
+            output.add_files([save_extended(model, result.recipe, save, gguf_file, rows, result.warning)])

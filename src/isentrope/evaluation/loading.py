@@ -217,6 +217,7 @@ def save_extended(
     folder: Path,
     gguf_file: str | None = None,
     measured: list[dict[str, Any]] | None = None,
+    warning: str | None = None,
 ) -> Path:
     """Save a model with a recipe in its config.json, in the dtype it was loaded in; `isentrope.load` reads it.
 
@@ -226,14 +227,15 @@ def save_extended(
         folder: a new folder.
         gguf_file: a GGUF file in the model's folder.
         measured: rows for the model card.
+        warning: a sentence for the model card, below the rows.
     """
     check_save_folder(folder)
     model, name = load_causal_model(name, "auto", gguf_file), resolve_model_name(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     with write_atomically(folder) as partial:
         extend(model, recipe)
-        if measured:
-            getattr(model.config, CONFIG_KEY)["measured"] = measured
+        notes = {"measured": measured, "warning": warning}
+        getattr(model.config, CONFIG_KEY).update({key: note for key, note in notes.items() if note})
         model.save_pretrained(partial)
         missing = {"_raise_exceptions_for_missing_entries": False}
         if gguf_file or cached_file(name, "tokenizer_config.json", **missing) is not None:

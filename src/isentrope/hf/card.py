@@ -65,6 +65,7 @@ def render_card(config: Any) -> str:
         "## Measured",
         "",
         *_render_measurements(saved.get("measured")),
+        *(["", f"**Warning.** {saved['warning']}"] if "warning" in saved else []),
     ]
     return "\n".join(lines) + "\n"
 

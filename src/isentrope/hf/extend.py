@@ -166,7 +166,7 @@ def extend_checked(
         backend: as for `extend`.
         allow_untrained: as for `extend`; None neither refuses nor warns.
         length: of the recipe "auto"; None for any other.
-        saved: what else a saved config says of the recipe: "reasons", "base", "measured".
+        saved: what else a saved config says of the recipe: "reasons", "base", "measured", "warning".
     """
     kind, config, layers = inner.config.model_type, inner.config.get_text_config(), introspect(inner)
     notes: dict[str, Any] = {"base": get_base_name(inner)} | (saved or {})

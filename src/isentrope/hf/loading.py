@@ -103,7 +103,8 @@ def _load_adapter(folder: str | Path, adapter: Any, saved: dict[str, Any], optio
 
 def extend_as_saved(model: PreTrainedModel, saved: dict[str, Any]) -> PreTrainedModel:
     """Apply the recipe of a config.json, without the warnings that whoever saved it has seen."""
-    notes: dict[str, Any] = {key: saved[key] for key in ("reasons", "base", "measured") if key in saved}
+    keys = ("reasons", "base", "measured", "warning")
+    notes: dict[str, Any] = {key: saved[key] for key in keys if key in saved}
     return extend_checked(model, model, Recipe.from_dict(saved["recipe"]), saved.get("backend", "auto"), saved=notes)
 
 
