@@ -1,6 +1,6 @@
 """The benchmark suite: every group, one table, one JSON file.
 
-    python benchmarks/run.py [--only attention,window,…] [--match ReRoPE,ALiBi,…] [--quick] [--out FILE] [--seconds N]
+    python benchmarks/run.py [--only attention,window,…] [--match ReRoPE]… [--quick] [--out FILE] [--seconds N]
 
 On a GPU bf16, batch 1, 32 heads, d = 128, causal; on a CPU fp32, 4 heads, d = 64 and short lengths,
 with targets for the group `cpu` alone.
@@ -48,7 +48,7 @@ GROUPS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, in this order")
-    parser.add_argument("--match", default="", help="only methods whose names begin with one of these")
+    parser.add_argument("--match", action="append", help="only methods whose names begin so; repeat for several")
     parser.add_argument("--quick", action="store_true", help="small shapes, no targets: whether everything runs")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these, no measurement begins")
@@ -64,9 +64,9 @@ def main() -> None:
     console = Console()
     if not console.is_terminal or console.width < WIDE:
         console = Console(width=WIDE, force_terminal=False)  # lines as they come, and the table at the end
-    rows, left = run(chosen, size, options.out, options.seconds, console, options.match.split(","))
+    rows, left = run(chosen, size, options.out, options.seconds, console, options.match or [""])
     if not rows and not left:
-        parser.error(f"--match: expected how a method of {options.only} begins, got {options.match!r}")
+        parser.error(f"--match: expected how a method of {options.only} begins, got {options.match}")
     met, missed = (sum(row["met"] is how for row in rows) for how in (True, False))
     failed = sum("failed" in row for row in rows)
     console.print(f"{len(rows)} rows: {met} targets met, {missed} missed, {failed} failed, {len(left)} left out")

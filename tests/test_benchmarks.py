@@ -156,6 +156,23 @@ def test_a_failure_does_not_end_the_run(suite, tiny, tmp_path):
     assert rows[1]["met"] is False and "failed" not in rows[1]
 
 
+def test_methods_are_chosen_by_how_their_names_begin(suite, tmp_path, monkeypatch):
+    names = ("YaRN", "YaRN, sdpa", "YaRN, flex", "PI")
+    jobs = [suite["measure"].Job("made", name, 1, lambda: {"ratio": 1.0}) for name in names]
+    monkeypatch.setattr(suite["run"], "groups", lambda *arguments: [lambda: iter(jobs)])
+
+    def run(*options):
+        monkeypatch.setattr("sys.argv", ["run.py", "--quick", "--out", str(tmp_path / "e.json"), *options])
+        suite["run"].main()
+        return [row["method"] for row in json.loads((tmp_path / "e.json").read_text())["rows"]]
+
+    assert run() == list(names)
+    assert run("--match", "YaRN, sdpa") == ["YaRN, sdpa"]
+    assert run("--match", "YaRN, ", "--match", "PI") == ["YaRN, sdpa", "YaRN, flex", "PI"]
+    with pytest.raises(SystemExit):
+        run("--match", "ALiBi")
+
+
 def test_no_measurement_begins_after_the_time(suite, tiny, tmp_path):
     rows, left = measured(suite, tiny, ["backward"], tmp_path / "c.json", seconds=-1)
     assert not rows and len(left) == 2
