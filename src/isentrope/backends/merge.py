@@ -152,16 +152,19 @@ def _merges_in_place(outs: list[Tensor], lses: list[Tensor], length: int) -> boo
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Add keys to a softmax in place: o ← o + σ(L' - L) (o' - o), L ← ln(e^L + e^{L'})."""
-    # a query without keys on either side has -inf - (-inf): with a finite L it keeps its zeros
-    weight = torch.sigmoid(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))
-    out.lerp_(other_out, weight.to(out.dtype)[..., None])
+    out.lerp_(other_out, _weigh(lse, other_lse).to(out.dtype)[..., None])
     torch.logaddexp(lse, other_lse, out=lse)
 
 
 def join(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `merge_into` writes; outputs in the dtype of log-sum-exps."""
-    weight = torch.sigmoid(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))
-    return torch.lerp(out, other_out, weight[..., None]), torch.logaddexp(lse, other_lse)
+    return torch.lerp(out, other_out, _weigh(lse, other_lse)[..., None]), torch.logaddexp(lse, other_lse)
+
+
+def _weigh(lse: Tensor, other_lse: Tensor) -> Tensor:
+    """Return the share σ(L' - L) of the other keys in a softmax."""
+    # a query without keys on either side has -inf - (-inf): with a finite L it keeps its zeros
+    return torch.sigmoid(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], firsts: list[int], length: int) -> tuple[Tensor, Tensor]:
