@@ -225,6 +225,17 @@ def test_models_are_introspected_once_where_recipes_follow_each_other(monkeypatc
         assert len(passes) == 4
 
 
+def test_layers_that_rotate_as_the_one_before_are_not_searched(monkeypatch):
+    tried, plain = [], introspection._rotation_error
+    monkeypatch.setattr(introspection, "_rotation_error", lambda *a: tried.append(a) or plain(*a))
+    first, *others = introspection.introspect(llama(num_hidden_layers=6))
+    assert all(layer.rope.same(first.rope) and layer.rope.interleaved is False for layer in others)
+    assert len(tried) == 2  # both layouts of pairs, in the first layer
+    config = Gemma3TextConfig(**SIZES, head_dim=8, layer_types=["sliding_attention", "full_attention"])
+    local, whole = (layer.rope.layer_type for layer in introspection.introspect(Gemma3ForCausalLM(config)))
+    assert (local, whole) == ("sliding_attention", "full_attention") and len(tried) == 2 + 8
+
+
 def test_layers_with_windows_of_their_own_need_no_matrix(monkeypatch):
     """Past the training length, where other layers change the output anyway, their windows run without a mask."""
     sizes = SIZES | {"max_position_embeddings": 24, "sliding_window": 9, "head_dim": 8}

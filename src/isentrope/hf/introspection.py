@@ -177,7 +177,7 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
         beside_text = rotated.calls and not any(expected[name] in text_layers for name in missed)
         raise UnsupportedModelError(f"{kind}: {BESIDE_TEXT if beside_text else UNREACHED}{which}")
     names = {module: name for name, module in model.named_modules()}
-    layers = []
+    layers: list[LayerInfo] = []
     for order, (module, (query, key, region, arguments)) in enumerate(rotated.calls.items()):
         where = f"{kind}: {names[module]} has"
         for argument, what in UNSUPPORTED_ARGUMENTS.items():
@@ -185,7 +185,8 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
                 raise UnsupportedModelError(f"{where} {what}")
         if not isinstance(region, Region):
             raise UnsupportedModelError(f"{where} {region or 'a mask that was not made by AttentionMaskInterface'}")
-        rope = _find_rotation(raw.calls[module][:2], (query, key), _split_by_owner(module, ropes), where)
+        likely = layers[-1].rope if layers else None  # layers mostly rotate alike
+        rope = _find_rotation(raw.calls[module][:2], (query, key), _split_by_owner(module, ropes), likely, where)
         if rope is not None:
             rope = replace(rope, **rotated.rope_fields[rope.module, rope.layer_type])
         local_heads = find_local_heads(model, module, query.shape[1])
@@ -319,23 +320,26 @@ def skip_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _find_rotation(
-    raw: QueryAndKey, rotated: QueryAndKey, candidates: list[RopePositions], where: str
+    raw: QueryAndKey, rotated: QueryAndKey, candidates: list[RopePositions], likely: ModelRope | None, where: str
 ) -> ModelRope | None:
-    """Find the frequencies that rotate the raw queries and keys into the others; None if nothing rotates."""
+    """Find what rotates the raw queries and keys into the others: `likely` if it is exact; None if nothing rotates."""
     if all(torch.equal(a, b) for a, b in zip(raw, rotated, strict=True)):
         return None
     tolerance = 1e-4 if raw[0].dtype in (torch.float32, torch.float64) else 3e-2
     for ropes in candidates:
-        errors: dict[ModelRope, float] = {}
+        matches: list[tuple[float, ModelRope, tuple[int, ...]]] = []
         for rope, positions in ropes.items():
-            if 2 * rope.theta.shape[-1] <= raw[0].shape[-1]:
-                for interleaved in (False, True):
-                    candidate = replace(rope, interleaved=interleaved)
-                    errors[candidate] = _rotation_error(candidate, raw, rotated, positions)
-        if errors and (least := min(errors.values())) <= tolerance:
-            best = next(rope for rope, error in errors.items() if error == least)
-            positions = next(positions for rope, positions in ropes.items() if rope.same(best))
-            return _match_rounding(best, raw, rotated, _to_tensor(positions, raw[0].device))
+            if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
+                continue
+            if likely is not None and likely.same(rope) and _find_exact([likely], raw, rotated, positions):
+                return likely
+            for interleaved in (False, True):
+                candidate = replace(rope, interleaved=interleaved)
+                matches.append((_rotation_error(candidate, raw, rotated, positions), candidate, positions))
+        if matches and (least := min(matches, key=lambda match: match[0]))[0] <= tolerance:
+            _, best, positions = least
+            roundings = [replace(best, rounds_angles=a, multiplies_in_fp32=b) for a, b in ROUNDING_MODES]
+            return _find_exact(roundings, raw, rotated, positions) or best
     raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
 
 
@@ -349,13 +353,13 @@ def _to_tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(positions, device=device)[None]
 
 
-def _match_rounding(rope: ModelRope, raw: QueryAndKey, rotated: QueryAndKey, positions: Tensor) -> ModelRope:
-    """Choose the rounding that gives exactly the model's numbers, where one of those known does."""
-    for rounds_angles, multiplies_in_fp32 in ROUNDING_MODES:
-        candidate = replace(rope, rounds_angles=rounds_angles, multiplies_in_fp32=multiplies_in_fp32)
-        if all(torch.equal(candidate.rotate(x, positions), y) for x, y in zip(raw, rotated, strict=True)):
-            return candidate
-    return rope
+def _find_exact(
+    ropes: list[ModelRope], raw: QueryAndKey, rotated: QueryAndKey, positions: tuple[int, ...]
+) -> ModelRope | None:
+    """Return the first rotation that gives the model's numbers to the bit, where one does."""
+    at = _to_tensor(positions, raw[0].device)
+    pairs = tuple(zip(raw, rotated, strict=True))
+    return next((rope for rope in ropes if all(torch.equal(rope.rotate(x, at), y) for x, y in pairs)), None)
 
 
 def list_configs(model: nn.Module) -> list[PreTrainedConfig]:
