@@ -27,7 +27,7 @@ COUNTS = ["visible", "sequence", "position"]
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(4)
+@examples(3)
 @given(
     named(COUNTS),
     seeds,
@@ -72,7 +72,7 @@ def packings(draw, keys=20):
 
 
 @pytest.mark.parametrize("position", SMALL_POSITIONS)
-@examples(5)
+@examples(4)
 @given(named(COUNTS), seeds, st.data(), st.booleans(), named(TRAINABLE), named(sorted(SMALL_MASKS)), st.booleans())
 def test_packed_documents_equal_separate_calls(position, count, seed, data, causal, backend, mask, padded):
     recipe = Recipe(None, SMALL_POSITIONS[position], ise.InfoScale(4, count=count), SMALL_MASKS[mask])
@@ -97,7 +97,7 @@ GROWING = {name: p for name, p in SMALL_POSITIONS.items() if name not in BY_LENG
 
 
 @pytest.mark.parametrize("position", GROWING)
-@examples(4)
+@examples(3)
 @given(
     seeds,
     named(sorted(SMALL_TEMPERATURES)),
@@ -119,7 +119,7 @@ def test_decoding_equals_the_full_forward(position, seed, temperature, mask, sco
 
 
 @pytest.mark.parametrize("position", GROWING)
-@examples(5)
+@examples(4)
 @given(
     seeds,
     st.lists(st.integers(1, 20), min_size=3, max_size=3),

@@ -70,14 +70,14 @@ FAR_POSITIONS = [name for name, position in ORACLE.items() if position is not No
 
 
 @pytest.mark.parametrize("name", ORACLE)
-@examples(5)
+@examples(4)
 @given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(SMALL_MASKS)), named([None, ise.Cosine(3.0)]))
 def test_reference_is_the_definition_for_every_position(name, seed, queries, causal, mask, score):
     assert_oracle(Recipe(score, ORACLE[name], None, SMALL_MASKS[mask]), seed, queries, causal)
 
 
 @pytest.mark.parametrize("name", SMALL_TEMPERATURES)
-@examples(5)
+@examples(4)
 @given(seeds, named([11, 11, 4]), st.booleans(), named(sorted(SMALL_MASKS)), named(["rope", "rerope", "alibi", "none"]))
 def test_reference_is_the_definition_for_every_temperature(name, seed, queries, causal, mask, position):
     assert_oracle(
@@ -86,7 +86,7 @@ def test_reference_is_the_definition_for_every_temperature(name, seed, queries, 
 
 
 @pytest.mark.parametrize("name", SMALL_FAR_LAWS)
-@examples(5)
+@examples(4)
 @given(seeds, named([11, 11, 4, 14]), st.booleans(), named(sorted(SMALL_MASKS)), named(FAR_POSITIONS))
 def test_reference_is_the_definition_for_near_and_far_keys(name, seed, queries, causal, mask, position):
     temperature, share = SMALL_FAR_LAWS[name]
@@ -95,7 +95,7 @@ def test_reference_is_the_definition_for_near_and_far_keys(name, seed, queries, 
 
 
 @pytest.mark.parametrize("count", ["visible", "sequence", "position"])
-@examples(5)
+@examples(4)
 @given(seeds, named([11, 4]), st.booleans(), named(sorted(SMALL_MASKS)))
 def test_reference_is_the_definition_for_every_count(count, seed, queries, causal, mask):
     law = ise.InfoScale(6, count=count)
@@ -157,7 +157,7 @@ row_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=2)
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
-@examples(24)
+@examples(16)
 @given(seeds, recipes, st.booleans(), row_lengths)
 def test_weights_sum_to_one_over_visible_keys(backend, seed, recipe, causal, lengths):
     check_weights(backend, seed, recipe, causal, lengths)
@@ -224,7 +224,7 @@ def check_entropy(backend, dtype, seed, recipe, causal):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("backend", TRAINABLE)
-@examples(15)
+@examples(10)
 @given(seeds, recipes, st.booleans())
 def test_entropy_is_that_of_the_weights(backend, dtype, seed, recipe, causal):
     check_entropy(backend, dtype, seed, recipe, causal)

@@ -310,8 +310,8 @@ def test_times():
     assert [parse_seconds(text) for text in ("90s", "10m", "1.5h", None)] == [90, 600, 5400, None]
 
 
-@pytest.mark.figures
 def test_the_command_saves_a_model_that_reproduces_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(descent, "MAX_EVALUATIONS", 4)  # the law that is saved, not how good it becomes
     model, documents = str(SHIPPED_MODELS / "llama"), [d.text for d in read_sympy_documents() if d.group == "holonomic"]
     lines = [json.dumps({"text": text[:400]}) for text in documents[:4]]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))

@@ -90,7 +90,7 @@ def test_without_a_law_in_the_recipe_the_fit_starts_from_the_closed_one():
 @pytest.mark.figures
 def test_all_levels_and_their_results(tmp_path, monkeypatch):
     monkeypatch.setattr(descent, "MAX_EVALUATIONS", 3)  # which levels there are, not how good they become
-    actual = fit_laws(llama(**SMALL), texts(12), CalibrationConfig(64, "rerope:window=8"), tmp_path, "tiny")
+    actual = fit_laws(llama(**SMALL), texts(11), CalibrationConfig(64, "rerope:window=8"), tmp_path, "tiny")
     names = [row["name"] for row in actual.rows]
     assert names == ["none", "infoscale", "logn", "power", "closed", "scalar", "layer", "head", "near"]
     rows = dict(zip(names, actual.rows, strict=True))
@@ -265,10 +265,21 @@ def test_without_a_tokenizer_no_passkey_can_be_hidden():
     assert lines[0].startswith("passkeys are not counted: ")
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.rglob("calibrate.json")), ids=lambda path: path.parent.name)
-def test_results_of_before_are_read(path, tmp_path):
+KEPT = sorted(RESULTS.rglob("calibrate.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
+def test_results_of_before_are_read(path):
     assert json.loads(path.read_text())["reason"].split()[0] in print_table(path)
     assert build_card_rows(path)[0]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if n % 3 else ()) for n, path in enumerate(KEPT)],
+    ids=lambda path: path.parent.name,
+)
+def test_results_of_before_are_drawn(path, tmp_path):
     copy = tmp_path / "calibrate.json"
     copy.write_bytes(path.read_bytes())
     assert len(draw_calibration(copy)) == 2

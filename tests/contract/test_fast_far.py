@@ -59,7 +59,7 @@ INTERPRETED = FAR_LAWS[1:] + SINKS[:1] + FIRST
 
 
 @interprets
-@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(INTERPRETED, HALVES, every=2), ids=str)
+@pytest.mark.parametrize(("text", "rows", "dtype"), in_turns(INTERPRETED, HALVES), ids=str)
 def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
     check_decoding(text, rows, dtype, "cpu")
 

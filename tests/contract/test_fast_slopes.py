@@ -21,7 +21,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 from isentrope.backends.band.slopes_kernel import find_reach  # noqa: E402  (needs Triton)
 
-SMALL = Setting(150, 150, heads=6, kv_heads=3, d=32, dv=32)  # the steepest of six slopes leaves out half of the keys
+# the steepest of six slopes leaves out half of the keys
+SMALL = Setting(150, 150, batch=1, heads=6, kv_heads=3, d=32, dv=32)
 CHUNK = Setting(40, 170, batch=1, heads=3, kv_heads=1, d=32, dv=64)
 ONE_HEAD = Setting(70, 70, heads=1, kv_heads=1, d=64, dv=32)
 CASES = [

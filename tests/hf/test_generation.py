@@ -47,7 +47,7 @@ def test_greedy_tokens_do_not_depend_on_the_cache(recipe):
         assert torch.equal(greedy(model, ids, prefill_chunk_size=17), made)
 
 
-@pytest.mark.parametrize("recipe", BY_LENGTH)
+@pytest.mark.parametrize("recipe", in_halves(BY_LENGTH, 0))
 def test_greedy_tokens_of_angles_that_follow_the_length(recipe):
     model, ids = shared(recipe), tokens(2, 56)
     assert torch.equal(greedy(model, ids, cache_implementation="static"), greedy(model, ids))
@@ -79,7 +79,7 @@ def test_sampling_with_a_seed(recipe):
     assert torch.equal(sampled(cache_implementation="static"), expected)
 
 
-@pytest.mark.parametrize("recipe", SOME + BY_LENGTH)
+@pytest.mark.parametrize("recipe", [*SOME, *in_halves(BY_LENGTH, 1)])
 def test_a_left_padded_batch_generates_as_each_row_alone(recipe):
     model, rows, new = shared(recipe), rows_of(60, 26, 50), 8
     ids, mask, _ = padded(rows, "left")

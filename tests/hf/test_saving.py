@@ -20,6 +20,9 @@ from transformers import (
 import isentrope as ise
 from tests.fixtures.models import TRAINED, UNTRAINED, VOCABULARY, extend, llama, tokens
 from tests.fixtures.saving import FITTED, LEARNING, LONG, WITHOUT_LEARNING, learned, saved_config, trained
+from tests.fixtures.turns import in_turns
+
+DTYPES = [torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +124,10 @@ def test_saving_again_in_other_shards(tmp_path):
     assert torch.equal(ise.load(tmp_path)(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("recipe", ["yarn:factor=4+infoscale", "rerope:window=32+infoscale", "clex", "ssmax"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    in_turns(["yarn:factor=4+infoscale", "rerope:window=32+infoscale", "clex", "ssmax"], DTYPES),
+)
 def test_loading_in_another_dtype(recipe, dtype, tmp_path):
     ids = tokens(2, LONG)
     model = trained(extend(llama(), recipe))
@@ -137,8 +142,9 @@ def test_loading_in_another_dtype(recipe, dtype, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, other(ids).logits, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("recipe", ["yarn:factor=4", "rerope:window=32+infoscale", "clex+ssmax"])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), in_turns(["clex+ssmax", "rerope:window=32+infoscale", "yarn:factor=4"], DTYPES)
+)
 def test_round_trip_in_the_dtype_it_was_saved_in(recipe, dtype, tmp_path):
     """Nothing that was learned is rounded on the way."""
     ids = tokens(2, LONG)
@@ -150,8 +156,13 @@ def test_round_trip_in_the_dtype_it_was_saved_in(recipe, dtype, tmp_path):
     assert torch.equal(ise.load(tmp_path / "extended", dtype=dtype)(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification, LlamaForTokenClassification])
-@pytest.mark.parametrize("recipe", ["rerope:window=32+infoscale", "yarn:factor=4", "clex", "ssmax"])
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    in_turns(
+        ["rerope:window=32+infoscale", "clex", "ssmax", "yarn:factor=4"],
+        [LlamaModel, LlamaForSequenceClassification, LlamaForTokenClassification],
+    ),
+)
 def test_other_heads_on_the_model(kind, recipe, tmp_path):
     ids = tokens(2, LONG)
 
@@ -251,8 +262,14 @@ def test_saving_a_loaded_model(recipe, tmp_path):
     assert torch.equal(ise.load(tmp_path / "second")(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("recipe", ["yarn:factor=4", "rerope:window=32", "clex+ssmax", "sink:sinks=4,size=24"])
-@pytest.mark.parametrize("through", ["restore", "extended", "load"])
+@pytest.mark.parametrize(
+    ("recipe", "through"),
+    in_turns(
+        ["yarn:factor=4", "rerope:window=32", "clex+ssmax", "sink:sinks=4,size=24"],
+        ["restore", "extended", "load", "restore"],
+        every=2,
+    ),
+)
 def test_a_restored_model_is_saved_as_a_plain_one(recipe, through, tmp_path):
     ids = tokens(2, LONG)
     plain = llama()

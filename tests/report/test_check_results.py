@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -36,14 +37,16 @@ def test_raw_files_are_those_whose_hashes_were_recorded(check):
     assert [line for line in check.check_hashes(write=False) if not line.startswith(growing)] == []
 
 
-def test_plans_of_fitted_laws_are_those_of_the_fits(tmp_path):
+def test_plans_of_fitted_laws_are_those_of_the_fits(tmp_path, monkeypatch):
     script = tmp_path / "fitted.py"
     shutil.copy(RESULTS / "share" / "fitted.py", script)
-    subprocess.run([sys.executable, script, RESULTS / "share"], check=True)
+    monkeypatch.setattr(sys, "argv", [str(script), str(RESULTS / "share")])
+    run_path(str(script), run_name="__main__")
     written = {path.name: path.read_text() for path in tmp_path.glob("*.yaml")}
     assert written and all((RESULTS / "share" / name).read_text() == text for name, text in written.items())
-    actual = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
-    assert actual.returncode == 1 and "expected smollm2-calibrate/calibrate.json of a finished fit" in actual.stderr
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"expected smollm2-calibrate/calibrate\.json of a finished fit"):
+        run_path(str(script), run_name="__main__")
 
 
 def test_claims_about_small_llamas_are_decided_by_what_is_measured(check, tmp_path):
