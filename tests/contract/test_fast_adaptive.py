@@ -44,12 +44,12 @@ def test_decoding_adaptive_interpreted(text, rows):
 @interprets
 @pytest.mark.parametrize("text", [ADAPTIVE[1], SINKS])
 def test_band_adaptive_interpreted(text):
-    check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+    check_band(text, True, shortened(SQUARE, text), torch.float32, "cpu")
 
 
 @interprets
 def test_band_backward_adaptive_interpreted():
-    check_gradients(ADAPTIVE[2], shortened(NARROW), True, torch.float32, "cpu", "band")
+    check_gradients(ADAPTIVE[2], shortened(NARROW, ADAPTIVE[2]), True, torch.float32, "cpu", "band")
 
 
 @pytest.mark.gpu

@@ -67,13 +67,13 @@ def test_decoding_near_and_far_keys_interpreted(text, rows, dtype):
 @interprets
 @pytest.mark.parametrize("text", FAR_LAWS + SINKS + FIRST)
 def test_band_of_near_and_far_keys_interpreted(text):
-    check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+    check_band(text, True, shortened(SQUARE, text), torch.float32, "cpu")
 
 
 @interprets
 @pytest.mark.parametrize("text", BY_LENGTH[::3])
 def test_band_of_maps_by_length_interpreted(text):
-    check_band(text, True, shortened(SQUARE), torch.float32, "cpu")
+    check_band(text, True, shortened(SQUARE, text), torch.float32, "cpu")
 
 
 def test_few_queries_see_the_corner():
@@ -97,13 +97,13 @@ def test_decoding_maps_by_length_interpreted(text):
 @interprets
 def test_band_of_fewer_queries_interpreted():
     for text in SINKS:
-        check_band(text, True, shortened(FEWER), torch.float32, "cpu")
+        check_band(text, True, shortened(FEWER, text), torch.float32, "cpu")
 
 
 @interprets
 @pytest.mark.parametrize("text", FAR_LAWS[:2] + FIRST)
 def test_band_backward_of_near_and_far_keys_interpreted(text):
-    check_gradients(text, shortened(NARROW), True, torch.float32, "cpu", "band")
+    check_gradients(text, shortened(NARROW, text), True, torch.float32, "cpu", "band")
 
 
 @interprets
@@ -143,7 +143,7 @@ def check_learned_share(backend, setting, dtype, device):
 
 @interprets
 def test_beta_is_learned_through_the_interpreted_band():
-    check_learned_share("band", shortened(NARROW), torch.float32, "cpu")
+    check_learned_share("band", shortened(NARROW, "heads=6"), torch.float32, "cpu")
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ RECIPES = (
 LAYERS, VOCABULARY = 2, 40
 
 
-def make_model(text=None, seed=0, layers=LAYERS, heads=(6, 2)):
+def make_model(text=None, seed=0, layers=LAYERS, heads=(3, 1)):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=24, num_hidden_layers=layers, head_dim=32,
@@ -173,7 +173,7 @@ def test_interpreted_layers_with_recipes_of_their_own(monkeypatch):
     betas = tuple((0.1 * (1 + n),) * 6 for n in range(LAYERS))
     recipe = Recipe.parse("rerope:window=6", train_length=16)
     recipe = ise.Recipe(position=recipe.position, share=ise.Share(beta=betas, reference=4))
-    model, ids = make_model(recipe), make_ids(1, 22)
+    model, ids = make_model(recipe, heads=(6, 2)), make_ids(1, 22)
     counts = count_launches(monkeypatch)
     filled = read_prompt(model, ids, 2, DynamicCache(config=model.config))
     together = decode(model, ids, 2, filled)
