@@ -252,7 +252,7 @@ def test_an_interrupted_run_goes_on(letters, tmp_path, monkeypatch):
             ).read_text()
         )
 
-    config = small(score="forced")
+    config = small(score="forced", examples=1)
     with pytest.raises(KeyboardInterrupt):
         measured(config, tmp_path / "cut")
     assert len(json.loads((tmp_path / "cut" / "retrieval.json").read_text())["cells"]) == 4
@@ -262,10 +262,10 @@ def test_an_interrupted_run_goes_on(letters, tmp_path, monkeypatch):
     assert cut["rows"] == whole["rows"] and cut["config"] == whole["config"]
     # more of it: what is there stays, and what was not generated is
     asked, last = [], None
-    data = measured(small(("words",), lengths=(550,), score="forced"))
+    data = measured(small(("words",), lengths=(550,), score="forced", examples=1))
     assert len(asked) == 2 and data["config"]["lengths"] == [550, 600, 700]
     assert data["config"]["tasks"] == ["passkey", "variables", "words"] and len(data["cells"]) == 14
-    data = measured(small(("passkey",), lengths=(600,), depths=(0,)))
+    data = measured(small(("passkey",), lengths=(600,), depths=(0,), examples=1))
     assert len(asked) == 4 and sum(cell["share"] is not None for cell in data["cells"]) == 2
     assert not list(tmp_path.rglob("*.partial"))
 

@@ -35,7 +35,7 @@ def test_the_oracle_is_the_model(name):
         close(logits(oracle, tokens(1, LONG)).float(), expected, 1e-4)
 
 
-@pytest.mark.parametrize(("name", "text"), in_turns(ROTATING, list(POSITIONS), 2))
+@pytest.mark.parametrize(("name", "text"), in_turns(ROTATING, list(POSITIONS), 3))
 def test_position_recipes_match_dense(name, text):
     against_dense(name, text, POSITIONS[text])
 

@@ -27,10 +27,10 @@ def list_both(every):
 def test_recipes_and_models_in_two_processes(tmp_path):
     """A part of what the slow tests run, in one start of processes: that takes most of the time."""
     jobs = (
-        (run_cases, (list_both(67), context_parallel)),
-        (run_cases, (list_ulysses(2, 97), ulysses)),
+        (run_cases, (list_both(83), context_parallel)),
+        (run_cases, (list_ulysses(2, 131), ulysses)),
         (run_models, (list_models(2, 9),)),
-        (run_decoding, (MODELS[:12],)),
+        (run_decoding, (MODELS[:8],)),
         (run_checks, (("mask", "torch", "generation"),)),
     )
     spawn(run_mixture, tmp_path, 2, jobs)
