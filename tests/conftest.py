@@ -13,17 +13,16 @@ pytest.register_assert_rewrite("tests.fixtures", "tests.contract.matrix", "tests
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "hf/test_compile", "contract/test_matrix", "hf/test_generation", "hf/test_batching", "training/test_killed",
-    "core/test_compile", "analysis/test_inspect", "calibration/test_calibrate", "report/test_html", "test_properties",
-    "hf/test_sharing", "hf/test_families", "calibration/test_near_and_far", "hf/test_saving", "test_attention",
-    "hf/test_streaming", "test_host_cost", "hf/test_cuda_graphs", "test_batching", "cli/test_evaluate",
-    "training/test_causal", "cli/test_study",
-    "parallel/test_context_parallel", "hf/test_continuous_batching", "evaluation/test_retrieval", "test_padding",
-    "hf/test_families_dense", "experiments/test_run", "data/test_prepare", "hf/test_smollm2", "training/test_trainer",
-    "test_near_and_far", "cli/test_bad_weights", "theory/test_sphere", "hf/test_training", "experiments/test_causal",
-    "contract/test_retrieve", "analysis/test_laws", "hf/test_gradients", "test_benchmarks", "training/test_resume",
-    "utils/test_extras", "contract/test_precision", "temperatures/test_properties", "evaluation/test_perplexity",
-    "fuzz/test_fuzz",
+    "hf/test_compile", "core/test_compile", "calibration/test_calibrate", "hf/test_generation", "contract/test_matrix",
+    "hf/test_sharing", "calibration/test_near_and_far", "hf/test_batching", "test_attention", "report/test_html",
+    "training/test_killed", "hf/test_saving", "hf/test_streaming", "test_host_cost", "hf/test_continuous_batching",
+    "evaluation/test_retrieval", "analysis/test_inspect", "experiments/test_run", "test_properties",
+    "hf/test_cuda_graphs", "test_batching", "hf/test_families", "hf/test_smollm2", "training/test_trainer",
+    "cli/test_evaluate", "parallel/test_context_parallel", "hf/test_families_dense", "data/test_prepare",
+    "test_padding", "hf/test_training", "experiments/test_comparison", "training/test_resume",
+    "contract/test_retrieve", "test_benchmarks", "contract/test_precision", "utils/test_extras", "cli/test_study",
+    "analysis/test_laws", "report/test_page", "test_near_and_far", "fuzz/test_fuzz", "training/test_causal",
+    "hf/test_gradients", "report/test_check_results", "experiments/test_causal", "test_structure",
 )  # fmt: skip
 
 # what torch says to itself while it compiles for a GPU

@@ -242,7 +242,7 @@ def test_what_is_not_seen_has_no_score():
 @pytest.mark.parametrize("make", [lambda: gau("rerope:window=64+infoscale", num_hidden_layers=1), lambda: llama(
     num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)], ids=["gau", "llama"])  # fmt: skip
 def test_no_table_of_all_pairs_is_ever_made(make, tmp_path):
-    n, model = 2048, make()
+    n, model = 2560, make()
     text = Text("t", "0", tuple(tokens(1, n)[0].tolist()))
     with Largest() as largest:
         looking.measure_attention(

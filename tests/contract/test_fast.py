@@ -226,17 +226,15 @@ def shortened(setting, text):
 
 def take_few_heads(setting, text):
     """One key head and the query heads that share it, unless the recipe has a number for each of six heads."""
-    if "heads=6" in text or "(" in text:
-        return setting
-    return replace(setting, heads=setting.heads // setting.kv_heads, kv_heads=1)
+    few = replace(setting, heads=setting.heads // setting.kv_heads, kv_heads=1)
+    return setting if "heads=6" in text or "(" in text else few
 
 
 def check_decoding(text, rows, dtype, device):
     keys = (700 if rows else 1300) // (1 if device == "cuda" else 4)
     batch = 1 if device == "cpu" and not rows else 2  # the interpreter is slow
     setting = Setting(1, keys, rows, batch=batch, heads=6, kv_heads=2, d=64, dv=32)
-    if device == "cpu":
-        setting = take_few_heads(setting, text)
+    setting = take_few_heads(setting, text) if device == "cpu" else setting
     q, k, v = setting.tensors(dtype, device)
     recipe = recipe_of(text, device)
     given = {"causal": True, "return_lse": True, "return_entropy": True} | setting.arguments(device)
@@ -277,9 +275,8 @@ def test_interpreted_decoding_never_reads_padding(rows):
     texts = ("rope", "rerope:window=24+cosine:alpha=16")
     for text, bad in zip(texts if rows == "lengths" else texts[::-1], (torch.nan, torch.inf), strict=True):
         expected, exact = attention(q, k, v, text, **options)
-        spoiled = [x.clone() for x in (k, v)]
-        for x in spoiled:
-            x[1, :, ~live] = bad
+        padding = torch.arange(2)[:, None, None, None].bool() & ~live[:, None]
+        spoiled = [x.masked_fill(padding, bad) for x in (k, v)]
         out, aux = attention(q, *spoiled, text, **options)
         assert torch.equal(out, expected) and torch.equal(aux.entropy, exact.entropy)
 
