@@ -67,8 +67,8 @@ interpreted: $(READY) $(COMPILED)  ## the kernels of a GPU, in Triton's interpre
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-properties: $(READY)  ## the tests of random examples, with twenty times as many of them
-	OMP_NUM_THREADS=1 EXAMPLES=20 $(BIN)/python -m pytest -n 2 $$(grep -rl '^@examples(' tests)
+properties: $(READY)  ## the tests of random examples, with thirty times as many of them
+	OMP_NUM_THREADS=1 EXAMPLES=30 $(BIN)/python -m pytest -n 2 $$(grep -rl '^@examples(' tests)
 
 fuzz: $(READY)  ## random cases against the oracle, mutated recipes, every model family, kills (resumes; about an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --out results/fuzz
