@@ -20,6 +20,7 @@ from tests.fixtures.errors import call, refused
         ("LM-Infinite", ["did you mean 'rerope:window=…+lambda:sinks=4,window=…'?"]),
         ("yarn4", ["did you mean 'yarn:factor=4'?"]),
         ("dca", ["did you mean 'dualchunk'?"]),
+        ("CosScale", ["did you mean 'cosine:alpha=…'?"]),
         ("Plain", ["did you mean 'plain'?"]),
         ("auto", ["'auto' is chosen for one model", "isentrope.extend(model, 'auto', length='4x')"]),
         ("rope+auto", ["'auto' is chosen for one model"]),

@@ -180,3 +180,21 @@ def test_dropout_runs_dense():
 def test_options_without_effect_are_refused(options):
     with pytest.raises(ValueError, match="has no effect with score="):
         ise.Recipe.parse(f"rerope:window=6+retrieve:{options}")
+
+
+@pytest.mark.parametrize("options", [options for _, _, options in CASES[:4]], ids=NAMES[:4])
+def test_a_share_law_that_never_acts_is_left_out(options, monkeypatch):
+    """Queries that choose may see fewer far keys than queries did in training: then there is no bias."""
+    q, k, v = tensors()
+    choice, position = ise.Retrieve(**options), torch.arange(300)[None]
+    seen = (position - 5).clamp_min(0) - choice.count_hidden(position, window=6)
+    assert choice.count_most_far() - choice.size < seen.max() <= choice.count_most_far()
+
+    def attend_with(share=None):
+        recipe = ise.Recipe(position=ise.ReRoPE(window=6), retrieve=choice, share=share)
+        return ise.attention(q, k, v, recipe, causal=True, backend="blocks")
+
+    plain = attend_with()
+    assert not torch.equal(attend_with(ise.Share(reference=1)), plain)
+    monkeypatch.setattr(ise.Share, "bias", lambda self, n_far: pytest.fail("it has none"))
+    assert torch.equal(attend_with(ise.Share(reference=choice.count_most_far())), plain)

@@ -292,12 +292,19 @@ def split_sinks(branches: list[RotatedBranch], sinks: int, layout: Layout) -> li
 def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:
     """Return the branches with the bias of a share law on far ones."""
     spans = tuple(span for branch in branches if branch.far for span in branch.region.spans)
-    if not spans:
+    if not spans or _is_without_effect(share, sizes.choice):
         return branches
     if getattr(share, "count", "far") == "far":
         sizes = sizes._replace(region=Region(spans))
     offset = _reuse(layout, share, sizes, lambda: _compute_offset(share, layout, sizes))
     return [replace(branch, offset=offset) if branch.far else branch for branch in branches]
+
+
+def _is_without_effect(share: Any, choice: BlockChoice | None) -> bool:
+    """Return whether queries that choose their far keys never see so many that a share law has a bias."""
+    if choice is None or not isinstance(share, Share) or share.count != "far" or share.reference is None:
+        return False
+    return choice.count_most_far() <= share.reference
 
 
 def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:

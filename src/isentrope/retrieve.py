@@ -76,8 +76,7 @@ class Retrieve(BlockChoice, Part):
 
     def describe_budget(self, window: int) -> str:
         """Return how many keys a query sees at most, in words."""
-        first = self.first_block * self.size
         return (
-            f"{self.blocks} blocks of {self.size} far keys by {self.score}, the first {first} keys and a window of "
-            f"{window}: at most {self.blocks * self.size + first + window + self.size + self.queries - 2} keys"
+            f"{self.blocks} blocks of {self.size} far keys by {self.score}, the first {self.first_block * self.size} "
+            f"keys and a window of {window}: at most {self.count_most_far() + window} keys"
         )

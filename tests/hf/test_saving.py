@@ -142,6 +142,13 @@ def test_loading_in_another_dtype(recipe, dtype, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, other(ids).logits, atol=1e-6, rtol=1e-6)
 
 
+def test_loading_as_transformers_would(tmp_path):
+    extend(llama(), "rerope:window=32").save_pretrained(tmp_path)
+    assert ise.load(tmp_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16  # the older name of dtype
+    for places in ("auto", "balanced", {"": "cpu"}):
+        assert ise.load(tmp_path, device_map=places).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("recipe", "dtype"), in_turns(["clex+ssmax", "rerope:window=32+infoscale", "yarn:factor=4"], DTYPES)
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from transformers import BloomConfig, LlamaConfig, MptConfig, RobertaConfig
+from transformers import BloomConfig, GptOssConfig, LlamaConfig, MptConfig, Phi3Config, RobertaConfig
 
 import isentrope as ise
 from isentrope.cli.common import errors_in_one_line
@@ -17,6 +17,9 @@ from tests.fixtures.models import llama
     ("config", "length"),
     [
         (LlamaConfig(max_position_embeddings=256), 256),
+        (LlamaConfig(max_position_embeddings=256, original_max_position_embeddings=64), 256),  # nothing is scaled
+        (Phi3Config(max_position_embeddings=16384), 16384),  # a default of 4096 before a scaling that it has not
+        (GptOssConfig(), 131072),  # trained with YaRN's scaling
         (RobertaConfig(max_position_embeddings=514, pad_token_id=1), 512),
         (BloomConfig(seq_length=128), 128),
         (BloomConfig(), None),

@@ -39,6 +39,10 @@ class BlockChoice:
         count = (position - window + 1) // self.size
         return count.clamp_min(0) if isinstance(count, Tensor) else max(0, count)
 
+    def count_most_far(self) -> int:
+        """Return how many far keys a query sees at most: first and chosen ones, and those before the window."""
+        return (self.blocks + self.first_block + 1) * self.size + self.queries - 2
+
     def hides_keys(self, keys: int, window: int) -> bool:
         """Return whether the last of so many queries has more blocks to choose from than it may choose."""
         return self.count_blocks(keys - 1, window) - self.first_block > self.blocks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 logger = logging.getLogger("isentrope")
 HALF = (torch.bfloat16, torch.float16)
+UNDECIDED_DEVICES = ("auto", "balanced", "balanced_low_0", "sequential")  # of device_map, left to accelerate
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -47,7 +48,8 @@ def choose_load_dtype(
     Args:
         saved: dtype of the weights (`config.dtype`, or `pretrained.saved_dtype`); None if unknown.
         requested: the caller's choice, which takes precedence; "auto" means as saved, None no choice.
-        device: where the model runs; None if undecided, which counts as a CPU where there is no accelerator.
+        device: where the model runs; None or a word such as "auto" if undecided, which counts as a CPU where there is
+            no accelerator.
 
     Returns:
         A dtype or "auto", for the `dtype=` of `from_pretrained`.
@@ -77,7 +79,7 @@ def parse_dtype(name: torch.dtype | str | None) -> torch.dtype:
 
 
 def _runs_on_cpu(device: torch.device | str | None) -> bool:
-    if device is None:
+    if device is None or device in UNDECIDED_DEVICES:
         return not torch.accelerator.is_available()
     return torch.device(device).type == "cpu"
 

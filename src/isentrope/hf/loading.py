@@ -55,9 +55,11 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     kind = getattr(transformers, (plain.architectures or ["?"])[0], None)
     if kind is None:
         raise ValueError(f"{folder}: expected an architecture of transformers, got {plain.architectures}")
-    device = options.get("device_map")
+    requested = options.pop("torch_dtype", None)  # the older name, which transformers still takes
+    requested = options.pop("dtype", requested)
     dtype = saved_dtype(folder, getattr(config, "dtype", None), **hub)
-    options["dtype"] = choose_load_dtype(dtype, options.pop("dtype", None), device if isinstance(device, str) else None)
+    device = options.get("device_map")
+    options["dtype"] = choose_load_dtype(dtype, requested, device if isinstance(device, str) else None)
     return load_and_extend(partial(load_pretrained, kind), folder, config=config, **options)
 
 

@@ -17,6 +17,9 @@ from isentrope.utils.messages import truncate
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
+# scalings, and models whatever their scaling, that are trained at the length after it
+TRAINED_SCALINGS = ("llama3", "longrope")
+TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
 OTHER_NAMES = ("seq_length", "max_seq_len")  # of BLOOM and MPT, which have no max_position_embeddings
 CONFIG_IS_WRONG = "unless its config is wrong"  # ends the warning of a length that a config does not state
 _given: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()  # warnings of each model
@@ -26,18 +29,19 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     """Read the length that a model was trained at from its config; None where that states none.
 
     A config with scaled frequencies also states the length before scaling. Models are trained anew with llama3's and
-    longrope's scaling; with the others' they mostly are not, and the length before is their training length.
+    longrope's scaling; with the others' most are not, and the length before is their training length.
 
     Args:
         config: of the text model (`config.get_text_config()`).
     """
-    rope = _read_rope(config)
     longest = getattr(config, "max_position_embeddings", None)
     if config.model_type in COUNT_FROM_PADDING and longest is not None:
         return longest - (config.pad_token_id or 0) - 1
-    if rope.get("rope_type") in ("llama3", "longrope"):
-        return longest
-    before = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    scalings = [one for one in _list_scalings(config) if one.get("rope_type", "default") != "default"]
+    before = None  # a length before scaling means nothing where nothing is scaled
+    if config.model_type not in TRAINED_SCALED and scalings and scalings[0]["rope_type"] not in TRAINED_SCALINGS:
+        name = "original_max_position_embeddings"
+        before = scalings[0].get(name) or getattr(config, name, None)
     named = (before, longest, *(getattr(config, name, None) for name in OTHER_NAMES))
     return next(filter(None, named), None)
 
@@ -113,8 +117,7 @@ def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
 
 def _list_stated_lengths(config: PreTrainedConfig) -> set[int]:
     """List the lengths that a model may have been trained at: before and after scaling, and in windows."""
-    rope = _read_rope(config)
-    scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by kind of layer
+    scalings = _list_scalings(config)
     names = ["max_position_embeddings", "original_max_position_embeddings", *OTHER_NAMES]
     if set(getattr(config, "layer_types", None) or ()) <= {"sliding_attention"}:
         names.append("sliding_window")
@@ -124,5 +127,7 @@ def _list_stated_lengths(config: PreTrainedConfig) -> set[int]:
     return {round(n * factor) for n in lengths if n is not None for factor in (1, *factors)}
 
 
-def _read_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+def _list_scalings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """List the parameters of rotations: one for all layers, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -9,7 +9,7 @@ from typing import Any
 
 from isentrope.parts import REQUIRED, Part
 from isentrope.recipe.kinds import KINDS, PARTS
-from isentrope.utils.messages import suggest
+from isentrope.recipe.suggestions import suggest_part
 
 CITATION = re.compile(r"\s*\(([^()]*\b(?:19|20)\d\d)\)")
 SOURCE = re.compile(r"\bSource: (.+?)\.(?=\s*(?:\n\n|$))", re.DOTALL)
@@ -79,7 +79,7 @@ def find_part(name: str) -> PartDescription:
         ValueError: no part has that name; the message suggests one.
     """
     if name.lower() not in PARTS:
-        raise ValueError(f"recipes: no part is called {name!r}{suggest(name.lower(), PARTS)}")
+        raise ValueError(f"recipes: no part is called {name!r}{suggest_part(name, PARTS)}")
     return describe_part(*PARTS[name.lower()])
 
 

@@ -9,6 +9,8 @@ from isentrope.utils.messages import suggest
 
 # names that people use, in lower case without signs, and what to write
 ALIASES = {
+    "cosscale": "cosine:alpha=…",
+    "cosinescale": "cosine:alpha=…",
     "leaky": "leakyrerope:window=…",
     "streaming": "sink:sinks=4,size=…",
     "streamingllm": "sink:sinks=4,size=…",
