@@ -27,6 +27,12 @@ def test_both_claims_by_their_rules(distances, verdicts):
     assert [verdict["verdict"] for verdict in decide_peaks(make_peaks(distances))] == verdicts
 
 
+@pytest.mark.parametrize("attended", [(0.9, 0.9, 0.9), (0.95, 0.935, 0.92)])
+def test_neither_level_nor_slowly_falling_peaks_rise(attended):
+    peaks = [Peak(a, 3, 128, 0.5, 0.9, x) for a, x in zip((8, 32, 128), attended, strict=True)]
+    assert decide_peaks(peaks)[0]["verdict"] == "does not hold"
+
+
 def test_one_model_decides_no_direction():
     one, two = decide_peaks(make_peaks((0.5, 0, 0))[:1])
     assert one["verdict"] == "not measured" and "largest distance 0.50, at α = 8" in two["words"]
