@@ -40,7 +40,7 @@ LEVELS = (
     ("calibration",),
     ("experiments",),
     ("report",),
-    ("cli", "run", "saved_config", "deprecated"),
+    ("cli", "run", "saved_config", "peft_methods", "deprecated"),
     ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -204,7 +204,7 @@ def test_report_reads_results_without_torch():
 
 
 def test_importing_isentrope_loads_torch_and_nothing_heavier():
-    heavy = ["transformers", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "typer", "rich", "triton"]
+    heavy = ["transformers", "peft", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "typer", "rich", "triton"]
     code = (
         "import isentrope, sys; assert 'torch' not in sys.modules; import torch; before = set(sys.modules)\n"
         "isentrope.attention, isentrope.ReRoPE, isentrope.masks\n"

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from isentrope.deprecated import register_deprecated_modules
+from isentrope.peft_methods import wrap_methods_after_import
 from isentrope.utils.extras import name_missing_extras
 from isentrope.utils.import_hooks import after_import
 from isentrope.version import __version__ as __version__
@@ -132,4 +133,5 @@ def __getattr__(name: str) -> Any:
 
 # folders of extended models have a model type of their own, which is registered with transformers here
 after_import("transformers.models.auto.configuration_auto", lambda: import_module("isentrope.saved_config"))
+wrap_methods_after_import()
 register_deprecated_modules()

@@ -11,7 +11,6 @@ from importlib import import_module
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -264,46 +263,6 @@ def test_card(folder, model):
     (folder / CARD).unlink()
     model.save_pretrained(folder)
     assert not (folder / CARD).exists()
-
-
-def adapted(base, recipe=RECIPE):
-    lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(base if recipe is None else ise.extend(base, recipe), lora).eval()
-
-
-def test_an_adapter_keeps_the_recipe_of_its_base(tmp_path):
-    ids = tokens(1, LONG)
-    llama().save_pretrained(tmp_path / "base")
-    model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = ise.load(tmp_path / "adapter")
-    assert torch.equal(loaded(ids).logits, model(ids).logits) and isinstance(loaded, PeftModel)
-    with pytest.warns(UserWarning, match="isentrope"):  # PEFT by itself says what it leaves out
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    ise.restore(model)
-    model.save_pretrained(tmp_path / "plain")
-    assert "isentrope" not in (tmp_path / "plain" / "adapter_config.json").read_text()
-
-
-def test_an_adapter_over_a_saved_model(folder, tmp_path):
-    """PEFT loads the base by its name, extended."""
-    ids = tokens(1, LONG)
-    model = adapted(AutoModelForCausalLM.from_pretrained(folder), None)
-    model.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(ise.load(tmp_path / "adapter")(ids).logits, model(ids).logits)
-    with pytest.warns(UserWarning, match="isentrope"):
-        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_an_adapter_does_not_hold_what_a_recipe_learns(tmp_path):
-    llama().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.warns(UserWarning, match="not trained with"):
-        ise.extend(base, "ssmax", allow_untrained=True)
-    adapted(base, None).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="save the whole model"):
-        ise.load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from isentrope.hf.layer_plan import (
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
 from isentrope.hf.paged import begin_step
-from isentrope.hf.peft_adapters import mark_adapters, unmark_adapters
+from isentrope.hf.peft_adapters import mark_adapters, unmark_configs
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import make_config_class
@@ -99,9 +99,7 @@ def extend(
     Raises:
         ValueError: the model or the recipe is not supported; the model is then as it was.
     """
-    inner = find_model(model)
-    if inner is None:
-        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
+    inner = get_model(model)
     if (extension := find_extension(inner)) is not None:
         own = truncate(str(extension.recipe))
         raise ValueError(f"model: already extended with {own!r}; call isentrope.restore(model) first")
@@ -112,10 +110,7 @@ def extend(
         length = read_auto_length(str(recipe), length)
     elif length is not None:
         raise ValueError(f"length: expected none with a recipe other than 'auto', got {length!r}; leave it out")
-    if (outer := _find_containing_model(inner)) is not None:
-        raise ValueError(
-            f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
-        )
+    check_whole(inner)
     extend_checked(model, inner, recipe, backend, allow_untrained, length)
     if parallel is not None:
         set_parallel(model, parallel)
@@ -251,6 +246,22 @@ def find_model(model: Any) -> Any:
     return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
 
 
+def get_model(model: Any) -> Any:
+    """Return the transformers model in a wrapper such as PEFT's; raise ValueError where there is none."""
+    inner = find_model(model)
+    if inner is None:
+        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
+    return inner
+
+
+def check_whole(inner: PreTrainedModel) -> None:
+    """Raise ValueError for a model without a head that is part of another."""
+    if (outer := _find_containing_model(inner)) is not None:
+        raise ValueError(
+            f"model: it is part of a {type(outer).__name__}, which would be saved without it; extend that one"
+        )
+
+
 def get_base_name(model: PreTrainedModel) -> str:
     """Return the name of what a model was loaded from: on the hub, or of its folder without the path to it."""
     name = str(getattr(model, "name_or_path", "") or "")
@@ -353,7 +364,7 @@ def _undo(model: nn.Module, inner: PreTrainedModel, extension: Extension) -> Non
         handle.remove()
     restore_length_warnings(inner)
     disable_continuous_batching(inner)
-    unmark_adapters(inner)
+    unmark_configs(inner)
     for rope, theta, scaling in extension.frequencies:
         rope.write(theta.to(rope.theta.dtype), scaling)  # the model may have been moved since
     for info in extension.layers:

@@ -1,7 +1,7 @@
-"""Adapters of PEFT over an extended model: adapter_config.json keeps the recipe, and `load` applies it.
+"""Adapters of PEFT over an extended model: adapter_config.json keeps the recipe of the base model.
 
 PEFT saves adapters without their base model. It warns of keys in adapter_config.json that are unknown to it, ours among
-them.
+them. `loading` and `isentrope.peft_methods` apply the recipe.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ def _make_marked_class(base: Any) -> Any:
 
 
 def mark_adapters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Add the recipe to the configs of adapters; a hook on `state_dict`, which PEFT calls before it writes them."""
-    for config in _list_adapters(model):
+    """A hook on `state_dict`, which transformers calls before it saves adapters."""
+    mark_configs(model, model)
+
+
+def mark_configs(model: nn.Module, extended: nn.Module) -> None:
+    """Add the recipe of an extended model to the configs of adapters on it, or on PEFT's wrapper around it."""
+    for config in get_adapters(model).values():
         if not isinstance(config, MarkedAdapter):
             base: Any = type(config)
             config.__class__ = _make_marked_class(base)
-        config.isentrope = getattr(model.config, CONFIG_KEY) | {"architecture": type(model).__name__}
+        config.isentrope = getattr(extended.config, CONFIG_KEY) | {"architecture": type(extended).__name__}
 
 
-def unmark_adapters(model: nn.Module) -> None:
-    """Undo `mark_adapters`."""
-    for config in _list_adapters(model):
+def unmark_configs(model: nn.Module) -> None:
+    """Undo `mark_configs`."""
+    for config in get_adapters(model).values():
         if isinstance(config, MarkedAdapter):
             config.__class__ = type(config).__mro__[2]
 
 
-def _list_adapters(model: nn.Module) -> list[Any]:
+def get_adapters(model: nn.Module) -> dict[str, Any]:
+    """Return the configs of the adapters on a model, by name."""
     configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
+    return configs if isinstance(configs, dict) else {}
 
 
-def read_adapter(folder: str | Path, hub: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Read an adapter's config and its base model's recipe; None where there is no adapter with one."""
+def read_adapter(folder: str | Path, hub: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Read adapter_config.json and the recipe in it; None where there is no such file or no recipe."""
     path = cached_file(folder, ADAPTER_CONFIG, _raise_exceptions_for_missing_entries=False, **hub)
     if path is None:
         return None
     config = json.loads(Path(path).read_text(encoding="utf-8"))
     saved = config.pop(CONFIG_KEY, None)
-    if saved is None:
-        return None
-    try:
-        from peft import PeftConfig
-    except ImportError:
-        raise ValueError(f"{folder}: an adapter needs PEFT; install it with pip install peft") from None
-    return PeftConfig.from_peft_type(**config), saved
+    return None if saved is None else (config, saved)
