@@ -112,7 +112,7 @@ def _load_adapter(folder: str | Path, plain: dict[str, Any], saved: dict[str, An
         model = load(base, config=config, **base_options)
     else:
         _check_not_learned(folder, Recipe.from_dict(saved["recipe"]))
-        base_options["dtype"] = _choose_dtype(base, config, options, base_hub)
+        base_options["dtype"] = _choose_dtype(base, config, base_options, base_hub)
         model = load_pretrained(kind, base, **base_options)
     with extended_for_adapter(model, folder, "default", hub):
         return PeftModel.from_pretrained(model, folder, config=adapter, **hub)
