@@ -99,10 +99,7 @@ def load_causal_model(name: str, dtype: Any, gguf_file: str | None = None) -> Pr
     # dequantised, since blocks of quantised weights can be neither extended nor saved
     gguf_config = getattr(transformers, "GgufConfig", None)  # newer versions have it
     options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    model = load_pretrained(AutoModelForCausalLM, name, dtype=dtype, gguf_file=gguf_file, **options)
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(model)
-    return model
+    return load_pretrained(AutoModelForCausalLM, name, dtype=dtype, gguf_file=gguf_file, **options)
 
 
 def check_not_extended(name: str, recipes: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ from isentrope.hf.paged import begin_step
 from isentrope.hf.peft_adapters import mark_adapters, unmark_configs
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
-from isentrope.hf.saved_models import make_config_class
+from isentrope.hf.saved_models import drop_gguf_quantizer, make_config_class
 from isentrope.hf.train_length import check_lengths
 from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
@@ -59,6 +59,7 @@ class Extension:
         configs: of each config its original, the model's own copy, and the values of that copy when it was made.
         handles: of the hooks.
         frequencies: of each rotary module that was written to, its frequencies and scaling before.
+        quantizer: attributes of the model that said its weights were those of a GGUF file.
     """
 
     recipe: Recipe
@@ -68,6 +69,7 @@ class Extension:
     configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
     frequencies: list[tuple[ModelRope, Tensor, float]] = field(default_factory=list)
+    quantizer: dict[str, Any] = field(default_factory=dict)
 
 
 def extend(
@@ -291,6 +293,7 @@ def _apply(
     # attn_implementation in config.json: a class of transformers by itself does not run it, see saved_models.py
     marks = {CONFIG_KEY: saved, "attn_implementation": IMPLEMENTATION}
     _copy_configs(model, inner, extension, marks)
+    extension.quantizer = drop_gguf_quantizer(inner)
     for position in (one.position for one in recipe.recipes):
         if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
             setattr(inner, SHARED_POSITION, position.to(inner.device).train(inner.training))
@@ -365,6 +368,7 @@ def _undo(model: nn.Module, inner: PreTrainedModel, extension: Extension) -> Non
     restore_length_warnings(inner)
     disable_continuous_batching(inner)
     unmark_configs(inner)
+    inner.__dict__.update(extension.quantizer)
     for rope, theta, scaling in extension.frequencies:
         rope.write(theta.to(rope.theta.dtype), scaling)  # the model may have been moved since
     for info in extension.layers:

@@ -82,6 +82,24 @@ class ExtendedModel:
         return extend_as_saved(model, saved)
 
 
+def drop_gguf_quantizer(model: Any) -> dict[str, Any]:
+    """Drop the quantizer of a model whose GGUF blocks were unpacked into floats, with which it could not be saved.
+
+    Call it on a model with a config of its own, which loses its quantization_config.
+
+    Returns:
+        The attributes that were removed or changed, for `model.__dict__.update`.
+    """
+    quantizer = vars(model).get("hf_quantizer")
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if method != "gguf" or not all(x.is_floating_point() for x in model.parameters()):
+        return {}
+    names = ("hf_quantizer", "quantization_method", "is_quantized")
+    attributes = {name: vars(model)[name] for name in names if name in vars(model)}
+    quantizer.remove_quantization_config(model)
+    return attributes
+
+
 def add_marks(config: dict[str, Any]) -> dict[str, Any]:
     """Return a plain config.json with types that only isentrope registers, so that other programs refuse it."""
     marked = _map_rope(config, lambda rope: rope | {ROPE_TYPE: MODEL_TYPE, BASE_ROPE_TYPE: rope[ROPE_TYPE]})
