@@ -55,6 +55,18 @@ def test_a_prompt_in_chunks(model, ids):
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, prefill_chunk_size=32), whole)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_linear_layers_quantized_before_or_after(ids):
+    def quantize(model):
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    before, after = ise.extend(quantize(llama()), RECIPE), quantize(ise.extend(llama(), RECIPE))
+    with torch.no_grad():
+        assert torch.equal(before(ids).logits, after(ids).logits)
+    generated = [model.generate(ids, max_new_tokens=3, do_sample=False) for model in (before, after)]
+    assert torch.equal(*generated)
+
+
 def test_layers_on_disk(ids, expected, tmp_path):
     llama().save_pretrained(tmp_path / "model")
     names = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]

@@ -301,7 +301,7 @@ def _apply(
     layouts, parts = LayoutCache(len(plans)), collect_parts(plans)
     for index, (info, plan) in enumerate(zip(extension.layers, plans, strict=True)):
         layer = Layer(info, plan, backend, index, layouts, parts)
-        device = next(iter(info.module.parameters())).device
+        device = next((x.device for x in info.module.parameters()), inner.device)  # packed linears have none
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{extension.model_type}: {info.name} is offloaded, so {recipe} has nowhere to learn")
         setattr(info.module, LAYER, layer.to(device).train(info.module.training))
