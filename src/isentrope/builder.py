@@ -227,7 +227,8 @@ def _set_choice(branches: list[RotatedBranch], inputs: Inputs, recipe: Recipe, l
     if not layout.implicit:
         raise ValueError("retrieve: expected positions that count from 0, got position_ids; leave them out")
     if torch.compiler.is_compiling():
-        raise ValueError("retrieve: keys cannot be chosen in a compiled graph; call the model uncompiled")
+        # torch quotes it under fullgraph; otherwise it runs this function uncompiled
+        raise ValueError("retrieve: keys cannot be chosen in a compiled graph; compile without fullgraph=True")
     return sizes._replace(choice=choice, window=window)
 
 
