@@ -192,6 +192,10 @@ def test_a_model_is_freed():
     assert gone() is None
 
 
+def test_a_description_says_which_distances_are_masked():
+    assert "distance  1→1 64→masked 1024→masked" in str(ise.describe(ise.extend(llama(), "window:size=32")))
+
+
 def test_a_description_does_not_print_whole_tables():
     beta = torch.linspace(0.1, 0.9, 8).view(2, 4)
     description = ise.describe(ise.extend(llama(), ise.Recipe(position=ise.ReRoPE(16), share=ise.Share(beta))))

@@ -318,7 +318,7 @@ def _format_distances(behind: tuple[int, ...], distances: Distances) -> str:
 def _format_distance(distance: float | tuple[float, ...] | None) -> str:
     if isinstance(distance, tuple):
         return f"{min(distance):g}–{max(distance):g}"
-    return "·" if distance is None else f"{distance:g}"
+    return "masked" if distance is None else f"{distance:g}"
 
 
 def _format_by_length(values: tuple[tuple[float, ...], ...]) -> str:
