@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from isentrope.recipe import Recipe
-from isentrope.recipe.auto import ModelFacts, choose_recipe, is_auto, read_auto_length
+from isentrope.recipe.auto import ModelFacts, choose_recipe, format_retrieve, is_auto, read_auto_length
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,24 @@ def test_what_is_chosen_and_why(facts, length, recipe, words):
     parts = [] if recipe == "plain" else recipe.split("+")
     assert all(any(reason.startswith(f"{part}: ") for reason in choice.reasons) for part in parts)
     Recipe.parse(recipe, train_length=facts.train_length)
+
+
+def test_the_raw_files_bear_out_why_far_keys_are_chosen():
+    lower, higher, more = set(), set(), set()  # than with share alone: perplexity, and passkeys found
+    for path in RESULTS.glob("frontier/*/leaderboard.json"):
+        board = json.loads(path.read_text(encoding="utf-8"))
+        rows = {row["recipe"]: row for row in board["rows"] if row["ratio"] is not None}
+        near = f"rerope:window={(board['train_length'] or 0) // 2}"
+        if (alone := rows.get(f"{near}+share:beta=0.5")) is None:
+            continue  # answers alone
+        part = f"{near}+{format_retrieve(board['train_length'])}"
+        chosen = rows.get(f"{part}+share:beta=0.5") or rows[part]
+        (lower if chosen["ratio"] < alone["ratio"] else higher).add(path.parent.name)
+        if alone["retrieved"] is not None:
+            assert chosen["retrieved"]["hits"] > alone["retrieved"]["hits"]
+            more.add(path.parent.name)
+    assert more == {"gemma-131k", "gemma-262k", "smollm2-131k", "smollm2-32k", "tinyllama-32k", "tinyllama-8k"}
+    assert lower == more | {"llama", "stories15M-connected"} and higher == {"stories15M"}
 
 
 @pytest.mark.parametrize(
