@@ -57,9 +57,10 @@ def suggest_part(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if not name:
         return "; each + stands between two parts"
-    if (spaced := re.fullmatch(r"(\w+)\s+(\w+\s*=.+)", name)) and spaced[1].lower() in names:
-        return f"; did you mean '{spaced[1].lower()}:{spaced[2]}'?"
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for written in (r"(\w+)\s+(\w+\s*=.+)", r"(\w+)\s*\((\w+\s*=.+)\)"):  # with a space, or as a call
+        if (match := re.fullmatch(written, name)) and match[1].lower() in names:
+            return f"; did you mean '{match[1].lower()}:{match[2]}'?"
+    plain = re.sub(r"[^a-z0-9]", "", name.partition("(")[0].lower())
     if plain in names:
         return f"; did you mean {plain!r}?"
     if plain in ALIASES:
