@@ -68,7 +68,7 @@ def test_a_process_that_fails_is_reported_and_its_work_done(corpus, tmp_path, mo
     log = tmp_path / "jobs" / "2.log"
     reason = "training base, seed 0: out of memory; use fewer --jobs"
     lines = result.stderr.splitlines()
-    assert f"isentrope: process 2 ended with status 1, and the others go on: {reason} ({log})" in lines
+    assert f"isentrope: process 2 ended with status 1, and the others continue: {reason} ({log})" in lines
     assert lines[-1] == f"isentrope: 1 of 2 processes failed, and the others did their work: {log}"
     assert len((tmp_path / "mine" / "results.jsonl").read_text().splitlines()) == 8
 
@@ -76,7 +76,7 @@ def test_a_process_that_fails_is_reported_and_its_work_done(corpus, tmp_path, mo
 def test_a_process_that_is_killed_is_reported(corpus, tmp_path, monkeypatch):
     replace_command(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     result = run_study(corpus, tmp_path, "--jobs", 2)
-    assert result.exit_code == 0 and "process 2 was ended by SIGKILL, and the others go on: (" in result.stderr
+    assert result.exit_code == 0 and "process 2 was ended by SIGKILL, and the others continue: (" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_training_without_enough_memory_is_tried_again_after_the_other_process
     monkeypatch.setattr(jobs.Jobs, "yield_memory", lambda self: (tmp_path / "go").touch() or plain(self))
     result = run_study(corpus, tmp_path, "--jobs", 2, "--json")
     assert result.exit_code == 0, result.output
-    assert "the other processes go on, and this one after them" in result.stderr
+    assert "the other processes continue, and this one after them" in result.stderr
     assert begun.count("dot") == 2 and len(json.loads(result.stdout)["tables"]) == 1
 
 

@@ -63,7 +63,7 @@ class Jobs:
         """Wait until every process has ended and left its memory; return whether any was still running."""
         running = any(watcher.is_alive() for watcher in self.watchers)
         if running:
-            print_error("the other processes go on, and this one after them")
+            print_error("the other processes continue, and this one after them")
         self.wait()
         return running
 
@@ -76,7 +76,7 @@ class Jobs:
         ended = f"was ended by {Signals(-status).name}" if status < 0 else f"ended with status {status}"
         lines = self._log(number).read_text(encoding="utf-8", errors="replace").splitlines()
         reason = f"{lines[-1].removeprefix('isentrope: ')} " if lines else ""
-        print_error(f"process {number} {ended}, and the others go on: {reason}({self._log(number)})")
+        print_error(f"process {number} {ended}, and the others continue: {reason}({self._log(number)})")
 
     def _log(self, number: int) -> Path:
         return self.folder / f"{number}.log"

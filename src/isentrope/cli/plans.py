@@ -154,7 +154,8 @@ def report_masked_plans(plans: Sequence[Any], out: Path, corpus: Path | None, ou
         counts = collect_masked_plan(plan, out, corpus)
         _report_masked_plan(out / plan.name, counts, output)
         if missing := counts["cells"] - counts["done"] - counts["failed"]:
-            print_error(f"{missing} of {counts['cells']} cells are not measured; run without --report-only to go on")
+            count = f"{missing} of {counts['cells']} cells"
+            print_error(f"{count} are not measured; run without --report-only to measure them")
         complete = complete and not counts["failed"]
     return complete
 

@@ -151,9 +151,9 @@ def collect_masked_plan(plan: MaskedPlan, out: Path, corpus: str | Path | None =
     path = out / plan.name / "cells.json"
     # by their order, as keys are other ones on a device with another precision
     keys = read_json(path, "run the plan, which writes it") if path.exists() else []
-    if len(keys) != len(cells):
+    if keys and len(keys) != len(cells):
         raise ValueError(f"{path}: expected {len(cells)} cells, got {len(keys)}; give the options of the run")
-    cells = [replace(cell, key=key) for cell, key in zip(cells, keys, strict=True) if read_cell(out, key) is not None]
+    cells = [replace(cell, key=key) for cell, key in zip(cells, keys, strict=False) if read_cell(out, key) is not None]
     if not cells:
         raise ValueError(f"{out}: expected results of the plan {plan.name}, got none; run it without --report-only")
     used = {name for cell in cells for name in (cell.trained.identity, cell.trained.root)}
