@@ -188,6 +188,7 @@ class _CheckpointBuilder:
                 raise
             remedy = "use fewer --jobs, or end other programs on this device"
             raise TrainingMemoryError(f"training {spec.name}, seed {seed}: out of memory; {remedy}") from error
+        torch.cuda.empty_cache()  # what follows takes far less memory; other processes may need it
         return TrainedCheckpoint(spec.name, seed, folder / "best", identity, root)
 
     def _remove_broken(self, path: Path) -> None:
