@@ -375,15 +375,15 @@ def _count_keys(kind: str, layout: Layout, sizes: _Sizes) -> Tensor:
 
 def _compute_branches(position: Position, layout: Layout, sizes: _Sizes) -> list[RotatedBranch]:
     """Return the branches that some visible pair falls into at this length, with the angles of queries and keys."""
-    branches = position.branches(layout.query, layout.key, sizes.heads, layout.row_lengths)
+    lengths = layout.row_lengths
+    branches = position.branches(layout.query, layout.key, sizes.heads, lengths)
     regions = [layout.simplify(branch.region & sizes.region) for branch in branches]
     reached = [pair for pair in zip(branches, regions, strict=True) if pair[1].spans] or [(branches[0], regions[0])]
     if not position.rotates:
         return [RotatedBranch(region, slopes=branch.slopes, far=branch.far) for branch, region in reached]
-    # frequencies of queries and keys differ only where rows or documents have lengths of their own
-    theta_q, theta_k = (
-        position.frequencies(sizes.head_dim, length, sizes.dtype, layout.device) for length in layout.row_lengths
-    )
+    theta_q = theta_k = position.frequencies(sizes.head_dim, lengths[0], sizes.dtype, layout.device)
+    if isinstance(lengths[1], Tensor):  # rows or documents have lengths of their own
+        theta_k = position.frequencies(sizes.head_dim, lengths[1], sizes.dtype, layout.device)
     rotated: list[RotatedBranch] = []
     for branch, region in reached:
         query_angles = compute_angles(branch.query, theta_q, sizes.dtype)

@@ -137,25 +137,26 @@ class CLEX(nn.Module, Position):
 
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return θ at t = 1 … last, (last, pairs). Only the learned part is integrated; θ_ntk has a closed form."""
+        exponents = get_constant(rope_exponents, device, self.dim, dtype)
+        up, down = self.up.weight.to(dtype), self.down.weight.to(dtype)
+        ntk_up = up @ exponents  # W_up ln θ_ntk(t) is a multiple of it
+
+        def slope(t: float, learned: Tensor) -> Tensor:
+            return down @ torch.tanh(torch.addmv(ntk_up, up, learned, beta=-2 * self._log_base(t)))
+
         learned = torch.zeros(self.dim // 2, dtype=dtype, device=device)
-        states, h = [self._ntk(1, learned)], 1 / self.steps
+        states, h = [-self._log_base(1) * exponents], 1 / self.steps
         for t in range(1, last):
             for part in range(self.steps):
                 now = t + part * h
-                k1 = self._slope(now, learned)
-                k2 = self._slope(now + h / 2, learned + h / 2 * k1)
-                k3 = self._slope(now + h / 2, learned + h / 2 * k2)
-                k4 = self._slope(now + h, learned + h * k3)
-                learned = learned + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-            states.append(self._ntk(t + 1, learned) + learned)
+                k1 = slope(now, learned)
+                k2 = slope(now + h / 2, torch.add(learned, k1, alpha=h / 2))
+                k3 = slope(now + h / 2, torch.add(learned, k2, alpha=h / 2))
+                k4 = slope(now + h, torch.add(learned, k3, alpha=h))
+                learned = torch.add(learned, (k1 + k4).add(k2 + k3, alpha=2), alpha=h / 6)
+            states.append(torch.add(learned, exponents, alpha=-self._log_base(t + 1)))
         return torch.stack(states).exp()
 
-    def _ntk(self, t: float, like: Tensor) -> Tensor:
-        """Return ln θ_ntk(t)."""
-        stretch = (2 * t - 1) ** (self.dim / (self.dim - 2))
-        return get_constant(rope_exponents, like.device, self.dim, like.dtype) * -log(self.base * stretch)
-
-    def _slope(self, t: float, learned: Tensor) -> Tensor:
-        up, down = self.up.weight.to(learned.dtype), self.down.weight.to(learned.dtype)
-        ntk = self._ntk(t, learned)
-        return torch.tanh((ntk + learned + ntk) @ up.T) @ down.T
+    def _log_base(self, t: float) -> float:
+        """Return the logarithm of the base of θ_ntk(t), base · (2t - 1)^{d/(d-2)}."""
+        return log(self.base * (2 * t - 1) ** (self.dim / (self.dim - 2)))
