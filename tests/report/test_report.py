@@ -56,7 +56,7 @@ def test_seeds_are_averaged_and_failures_left_out(tmp_path: Path) -> None:
     assert sheet.notes == [
         "– A at 256, seed 1 alone: failed, out of memory: 80 GiB",
         "– A w/ C.S. at 128, seed 0 alone: failed, diverged",
-        "Fewer seeds: A w/ I.S. at 128 (1 of 2).",
+        "1 of 2 seeds, and so neither bold nor underlined: A w/ I.S. at 128",
         "Empty: not measured yet (4 of 8 cells).",
     ]
     assert "mean over 2 training seeds, which differ by at most a factor of 2.72 in PPL" in sheet.caption
@@ -78,6 +78,9 @@ def test_best_and_second_by_measured_numbers_with_ties(tmp_path: Path) -> None:
         assert ranks == [1, 1, 2, 0]
     lone = small(tmp_path / "lone", [cell("A", "plain", 128, 1.0)])
     assert lone.ranks(128, "ppl") == {}  # nothing to be better than
+    both = [cell("A", variant, 128, losses[variant], seed=seed) for variant in ("I.S.", "both") for seed in (0, 1)]
+    fewer = small(tmp_path / "fewer", [*both, cell("A", "plain", 128, 1.0)])
+    assert fewer.ranks(128, "ppl") == {Row("A", "I.S."): 1, Row("A", "both"): 2}  # one seed says little of the mean
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,11 @@ class Grid:
         return {seed: reason for seed, cell in cells.items() if (reason := get_failure(cell)) is not None}
 
     def ranks(self, length: int, metric: str) -> dict[Row, int]:
-        """Rank the best rows 1 and the second best 2, ties alike; other rows have no rank."""
-        values = {row: self.value(row, length, metric) for row in self.plan.rows}
+        """Rank the best rows 1 and the second best 2, ties alike; rows with fewer seeds than others have no rank."""
+        values = {row: value for row in self.plan.rows if (value := self.value(row, length, metric))}
+        most = max((value.seeds for value in values.values()), default=0)
         # nine digits, so that rounding errors break no tie
-        means = {row: float(f"{value.mean:.9g}") for row, value in values.items() if value}
+        means = {row: float(f"{value.mean:.9g}") for row, value in values.items() if value.seeds == most}
         if len(means) < 2:
             return {}
         order = sorted(set(means.values()), reverse=metric not in LOWER_IS_BETTER)[:2]

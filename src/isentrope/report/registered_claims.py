@@ -90,7 +90,7 @@ def _describe(grid: Grid, claim: dict[str, Any], effect: Effect | None, decision
     low, high = effect.interval()
     mean, low, high = (_to_metric(x, claim["metric"]) for x in (effect.mean, low, high))
     basis = {"pretrainings": effect.pretrainings, "seeds": effect.seeds, "documents": effect.documents}
-    counts = ", ".join(f"{count} {name}" for name, count in basis.items())
+    counts = ", ".join(f"{count} {name if count != 1 else name[:-1]}" for name, count in basis.items())
     unit = "%" if claim["metric"] == "ppl" else ""
     words = (
         f"{METRICS[claim['metric']]} at {claim['length']}: better by {mean:.3g}{unit}, 95 % interval {low:.3g} to "
