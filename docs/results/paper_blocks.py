@@ -102,6 +102,25 @@ def render_paper_rows(folder: str, table: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def render_clex() -> str:
+    """Print CLEX by length, with what InfoScale changes in it; rows with fewer seeds than the others say so."""
+    (plan,) = load_plans(HERE / "paper/clex")
+    (grid,) = plan.grids
+    names = {"plain": "CLEX", "C.S.": "CLEX, CosScale", "I.S.": "CLEX, InfoScale", "both": "CLEX, both"}
+    lines = ["| ACC at | " + " | ".join(map(str, plan.lengths)) + f" | PPL at {LENGTH} | pre-trainings |"]
+    lines.append("|---" * (3 + len(plan.lengths)) + "|")
+    for row in plan.rows:
+        last = grid.value(row, LENGTH, "ppl")
+        assert last is not None
+        means = [format_number(value.mean, "acc") for n in plan.lengths if (value := grid.value(row, n, "acc"))]
+        lines.append(
+            f"| {names[row.variant]} | {' | '.join(means)} | {format_number(last.mean, 'ppl')} | {last.seeds} |"
+        )
+    claim = read_claims("paper/clex")[0]
+    lines += ["", f"{claim['text']}, ACC at {LENGTH}: {format_effect(claim)}, {claim['verdict']}."]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def render_anchor() -> str:
     """Print claims decided with one token masked at a time beside the same claims with 15 % masked at once."""
     at_once = {claim["text"]: claim for claim in read_claims("study")}

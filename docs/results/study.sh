@@ -6,8 +6,8 @@
 # FOLDERs of texts are those of `isentrope data prepare … --test 100`, of novels with --train-share 0.5 and of books with 0.35, which
 # are few and long. A run stops after so many seconds, and is resumed by the same command: cells are files, trainings save their state
 # every minute. Pre-trainings are the same for all plans of one --out alone, so that `seeds`, `tables` and `figures` belong in one
-# --out on one machine, and `why` and `clex`. Commands with an --out each may run side by side: a
-# pre-training takes 13 GiB of GPU memory, a training at 64 tokens 2. Steps (study_costs.py has their seconds):
+# --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
+# 64 tokens 2, of CLEX 8, and cells of 4096 tokens up to 15 for a moment. Steps (study_costs.py has their seconds):
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
 #   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs

@@ -27,6 +27,7 @@ from isentrope.report.claims import evaluate_claims
 from isentrope.report.figures.study import collect_gains, rank_correlation
 from isentrope.report.load import Grid, Row, load_plans
 from isentrope.report.peaks import decide_peaks, load_peaks
+from isentrope.report.registered_claims import DEFAULT_MARGIN
 from isentrope.report.tables.numbers import format_number
 from isentrope.report.tables.published import format_published, load_published_tables
 
@@ -169,7 +170,7 @@ def render_verdicts(folder: str, wanted: str = "") -> str:
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
 
 
-TEXTS = {"statutes": "study", "code": "other-texts/code", "books": "other-texts/books"}
+TEXTS = {"statutes": "study"} | {name: f"other-texts/{name}" for name in ("novels", "code", "books")}
 TEXT_ROWS = {
     "plain RoPE": ("RoPE", "none"), "plain RoPE + InfoScale": ("RoPE", "InfoScale"), "ReRoPE": ("ReRoPE", "none"),
     "ReRoPE + InfoScale": ("ReRoPE", "InfoScale"), "ReRoPE + Power": ("ReRoPE", "Power"),
@@ -186,10 +187,11 @@ def render_other_texts() -> str:
         }
         for text, folder in TEXTS.items()
     }
-    lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} |", "|---" * (len(claims) + 1) + "|"]
-    for name in claims["code"]:
+    lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} | so in |", "|---" * (len(claims) + 2) + "|"]
+    for claim in load_grid(TEXTS["code"]).plan.metadata["claims"]:
+        name = claim["text"]
         cells = [_format_claim(claims[text].get(name), len(load_grid(TEXTS[text]).seeds)) for text in claims]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {_count_agreeing(claim)} |")
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
 
 
@@ -200,6 +202,17 @@ def _format_claim(claim: dict[str, Any] | None, seeds: int) -> str:
     fewer = "" if claim["seeds"] == seeds else f", {claim['seeds']} pre-trainings"
     interval = f"{number['difference']:+.3f} ({number['low']:+.3f} to {number['high']:+.3f})"
     return f"{interval}, **{claim['verdict']}**{fewer}"
+
+
+def _count_agreeing(claim: dict[str, Any]) -> str:
+    """Count the pre-trainings of all texts whose own difference is what a claim says: above zero, or within ± 0.01."""
+    this, than = (Row(claim[name]["method"], claim[name]["variant"]) for name in ("this", "than"))
+    differences = []
+    for grid in map(load_grid, TEXTS.values()):
+        better, worse = (grid.cells_by_seed.get((row, LENGTH), {}) for row in (this, than))
+        differences += [better[seed]["acc"] - worse[seed]["acc"] for seed in better.keys() & worse.keys()]
+    agree = [abs(x) <= DEFAULT_MARGIN if claim["kind"] == "equivalent" else x > 0 for x in differences]
+    return f"{sum(agree)} of {len(agree)}"
 
 
 def render_accuracy_by_text() -> str:
