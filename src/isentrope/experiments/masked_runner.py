@@ -264,7 +264,8 @@ class _CellEvaluator:
             total = sum(map(len, groups))
             for cell in track_progress(chain((first,), cells), lambda cell: cell.label, total):
                 self.measure(cell)
-            self.loaded = (None, None)  # the next training needs the memory
+            self.loaded = (None, None)
+            torch.cuda.empty_cache()  # the next training needs the memory, here or in another process
         return busy
 
     def measure(self, cell: MaskedCell) -> None:
