@@ -368,14 +368,14 @@ def test_from_python(tmp_path, monkeypatch):
         calibrate(llama(**SMALL), rows, 64, level="scalar")
 
 
-def test_auto_from_python(monkeypatch):
+def test_auto_is_the_default(monkeypatch):
     model, rows = llama(**SMALL), tokens(4, 64).tolist()
-    actual = calibrate(model, rows, "4x", "auto", levels=("scalar",))
+    actual = calibrate(model, rows, "4x", levels=("scalar",))
     assert actual.data["recipe"] == "rerope:window=8+retrieve:size=4"
     assert actual.recipe.retrieve is not None
     folder = str(SHIPPED_MODELS / "llama")
     monkeypatch.setattr(study, "fit_laws", lambda model, texts, config, *more, **options: config)
-    config = calibrate(folder, tokens(2, 512).tolist(), "2x", "auto")
+    config = calibrate(folder, tokens(2, 512).tolist(), "2x")
     assert config.recipe == "rerope:window=128+share" and config.length == 512
 
 

@@ -38,7 +38,7 @@ from isentrope.evaluation.loading import as_model, get_model_name, identify_mode
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.perplexity import check_logits, measure_text
 from isentrope.evaluation.prompts import Prompt, PromptFormat
-from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
+from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
 from isentrope.evaluation.texts import Text, TextInput, collect_texts
 from isentrope.hf.capture import get_recipe
@@ -85,7 +85,7 @@ def calibrate(
     model: str | Path | PreTrainedModel,
     texts: TextInput | Sequence[TextInput],
     length: int | str,
-    recipe: str = PLAIN,
+    recipe: str = "auto",
     *,
     documents: int = 16,
     out: str | Path | None = None,
@@ -100,7 +100,9 @@ def calibrate(
         texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
             interval.
         length: tokens read of each document, up to which the law is fitted; "4x" is four times the training length.
-        recipe: what gets the law; it may contain {window} and {factor}, and a share law to start from; or "auto".
+        recipe: what gets the law: "auto", the one chosen for the length; "plain", the unchanged model, whose attention
+            no temperature makes read distances that are new to it; or any other, which may contain {window} and
+            {factor}, and a share law to start from.
         documents: at most this many, the first that are long enough.
         out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; by default nothing is
             left on disk.

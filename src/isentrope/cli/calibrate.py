@@ -44,7 +44,7 @@ def calibrate(
             "unchanged model.",
             autocompletion=complete_recipe,
         ),
-    ] = "plain",
+    ] = "auto",
     windows: Annotated[
         str | None, typer.Option(help="Values to try for {window}, such as 2048,4096; the best is used.")
     ] = None,

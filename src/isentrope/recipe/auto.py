@@ -78,8 +78,8 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
         return AutoRecipe("plain", (f"plain: {tokens} tokens are inside the training length of {trained}",))
     if not model.is_rotary:
         raise ValueError(
-            "recipe 'auto': expected a model with rotary embeddings, which its methods are for; compare recipes of "
-            "temperatures and masks with isentrope evaluate --recipe …"
+            "recipe 'auto': expected a model with rotary embeddings, which its methods are for; name a recipe of "
+            "temperatures and masks, such as infoscale, or calibrate 'plain'"
         )
     if model.windows and None not in model.windows:
         widest = max(window for window in model.windows if window is not None)
