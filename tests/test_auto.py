@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[1] / "docs/results"
     [
         (ModelFacts(8192), "1x", "plain", "inside the training length of 8192"),
         (ModelFacts(8192), "2x", "rerope:window=4096+share", "below 4 times"),
-        (ModelFacts(8192), 32768, "rerope:window=4096+share+retrieve:blocks=16,size=128", "from 4 times"),
+        (ModelFacts(8192), 32768, "rerope:window=4096+retrieve:blocks=16,size=128", "at most 2334 far keys"),
         (ModelFacts(256), "16x", "rerope:window=128+share+retrieve:blocks=16,size=16", "half of the training length"),
         (ModelFacts(2048), "4x", "rerope:window=1024+share+retrieve:blocks=16,size=64", "no temperature"),
         (ModelFacts(2048, is_causal=False), "4x", "rerope:window=1024+share", "looks ahead"),

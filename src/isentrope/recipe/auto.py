@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
+from isentrope.core.choice import BlockChoice
 from isentrope.utils.messages import format_value
 from isentrope.utils.parsing import parse_length
 
@@ -54,7 +55,7 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     |---|---|
     | up to n_tr, or every layer has a window of its own | `plain` |
     | below 4 n_tr | `rerope:window=n_tr/2+share` |
-    | from 4 n_tr on | `rerope:window=n_tr/2+retrieve+share` |
+    | from 4 n_tr on | `rerope:window=n_tr/2+retrieve`, with `share` where n_tr is so short that it has an effect |
 
     Args:
         model: what is known of the model.
@@ -102,7 +103,11 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
             "one, and stories15M a higher one on stories (docs/results/frontier)"
         )
     others = [] if refusal is None else [f"no retrieve: {refusal}"]
-    others.append("no temperature: near attention stays as it was trained, and share does what one would")
+    most = _choose_blocks(trained).count_most_far()
+    if refusal is None and most <= trained - window:
+        del parts["share"]
+        others.append(f"no share: a query sees at most {most} far keys, and was trained with {trained - window}")
+    others.append("no temperature: near attention stays as it was trained, and far attention needs none beside these")
     if any(window is not None for window in model.windows):
         others.append("layers with a window of their own keep it")
     return AutoRecipe("+".join(parts), (*(f"{part}: {reason}" for part, reason in parts.items()), *others))
@@ -110,7 +115,12 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
 
 def format_retrieve(train_length: int) -> str:
     """Return the part that chooses far keys for a model of this training length."""
-    return f"retrieve:blocks={RETRIEVE_BLOCKS},size={min(MAX_BLOCK_SIZE, 1 << ceil(log2(train_length) / 2))}"
+    choice = _choose_blocks(train_length)
+    return f"retrieve:blocks={choice.blocks},size={choice.size}"
+
+
+def _choose_blocks(train_length: int) -> BlockChoice:
+    return BlockChoice(RETRIEVE_BLOCKS, min(MAX_BLOCK_SIZE, 1 << ceil(log2(train_length) / 2)))
 
 
 def _explain_no_retrieve(model: ModelFacts, factor: float, window: int) -> str | None:
