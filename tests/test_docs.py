@@ -13,6 +13,7 @@ import typer.main
 
 from isentrope.cli import app
 from tests.fixtures.documentation import stand_in
+from tests.fixtures.registered_parts import forget_registered
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,7 +36,8 @@ def name_page(path):
 def test_snippets_run_alone(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     stand_in(monkeypatch)
-    exec(compile(BLOCKS[name], name, "exec"), {})
+    with forget_registered():
+        exec(compile(BLOCKS[name], name, "exec"), {})
 
 
 @pytest.mark.parametrize("path", [*WRITTEN, *OTHERS], ids=name_page)

@@ -272,7 +272,7 @@ def _spares_sinks(recipe: Recipe, layout: Layout) -> bool:
         return False
     by_distance = any(getattr(law, "keys", "all") != "all" for law in recipe.temperatures)
     # the number of keys bounds that of far ones where all of them are here, at consecutive positions
-    if by_distance or not (layout.implicit and layout.complete_rows and isinstance(share, Share)):
+    if by_distance or not (layout.implicit and layout.complete_rows and type(share) is Share):
         return True
     return share.changes(layout.keys, recipe.position.near_window or 0)
 
@@ -303,8 +303,8 @@ def _set_offset(branches: list[RotatedBranch], share: Any, layout: Layout, sizes
 
 def _is_without_effect(share: Any, choice: BlockChoice | None) -> bool:
     """Return whether queries that choose their far keys never see so many that a share law has a bias."""
-    if choice is None or not isinstance(share, Share) or share.count != "far" or share.reference is None:
-        return False
+    if choice is None or type(share) is not Share or share.count != "far" or share.reference is None:
+        return False  # a law of another class may have a bias for any number of far keys
     return choice.count_most_far() <= share.reference
 
 

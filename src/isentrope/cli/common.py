@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -32,8 +34,29 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
+    parts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A Python file to run first, which registers parts of recipes of your own "
+            "(isentrope.recipe.register_part). Repeat for several."
+        ),
+    ] = None,
 ) -> None:
     """Read texts longer than a model was trained on: extend models, and measure which recipe works."""
+    for path in parts or ():
+        _import_file(path)
+
+
+def _import_file(path: Path) -> None:
+    """Run a user's Python file as a module of its own; its errors keep their traceback."""
+    if not path.is_file():
+        print_error(f"parts: expected a Python file, got {str(path)!r}, which is not there")
+        raise typer.Exit(2)
+    name = f"isentrope_parts_{path.stem}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
 
 
 def format_warning(

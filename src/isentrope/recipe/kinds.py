@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from isentrope import masks, positions, scores, temperatures
+from isentrope.core.caching import clear_caches
 from isentrope.parts import Part
 from isentrope.retrieve import Retrieve
 from isentrope.share import Share
+from isentrope.utils.messages import format_value
 
+P = TypeVar("P", bound=type[Part])
 # the parts that a recipe's text may name; add a new method here
 KINDS: dict[str, tuple[type[Part], ...]] = {
     "position": (
@@ -29,3 +34,41 @@ KINDS: dict[str, tuple[type[Part], ...]] = {
 PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in parts}
 PLAIN = "plain"
 LAYERS = "layers"  # begins the text of a recipe per layer
+RESERVED = (PLAIN, LAYERS, "auto", "name")
+
+
+def register_part(part: P) -> P:
+    """Make a part of your own known by its name, so that commands, saved models and texts of recipes take it.
+
+    Decorate the class with it, in a file that is imported before the name is read; commands run one with `--parts`.
+
+    Args:
+        part: a dataclass: a `Position`, `Mask` or `Score`, or a `Part` with the method `scale` of a temperature or
+            `bias` of a share law. Its name is the class name in lower case.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: it is none of these, or another part has its name.
+    """
+    kind = _find_kind(part)
+    if kind is None:
+        raise ValueError(f"register_part: expected the class of a part, such as a position, got {format_value(part)}")
+    name = part.name()
+    known = PARTS.get(name, (kind, part))[1]
+    if name in RESERVED or (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
+        raise ValueError(f"register_part: expected a name that no other part has, got {name!r}; rename the class")
+    KINDS[kind] = (*(each for each in KINDS[kind] if each.name() != name), part)
+    PARTS[name] = kind, part
+    clear_caches()  # texts that were parsed to an earlier version of the class
+    return part
+
+
+def _find_kind(part: object) -> str | None:
+    """Return the kind of a part's class; None where it is not one."""
+    if not isinstance(part, type) or not issubclass(part, Part):
+        return None
+    bases = {"position": positions.Position, "mask": masks.Mask, "score": scores.Score}
+    kind = next((kind for kind, base in bases.items() if issubclass(part, base)), None)
+    return kind or ("temperature" if hasattr(part, "scale") else "share" if hasattr(part, "bias") else None)
