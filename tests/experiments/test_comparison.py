@@ -17,7 +17,7 @@ from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.experiments import comparison_runner
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.comparison_plan import load_comparison
-from isentrope.experiments.comparison_runner import run_comparison
+from isentrope.experiments.comparison_runner import Outcome, run_comparison
 from isentrope.hf.extend import find_extension
 from tests.fixtures.commands import assert_one_line
 
@@ -85,7 +85,7 @@ def test_a_comparison_from_the_command_line(folder, run):
     assert rows["plain"]["time"] == 1 and rows["plain"]["passes"] == 3 and rows["plain"]["inside"] is None
     assert rows["window:size=32"]["forgets"] and rows["rerope:window=16"]["inside"] != 0
     assert "cosine:alpha=4" in board["left_out"]
-    for name in ("leaderboard.md", "frontier.png", "frontier.svg", "report.html"):
+    for name in ("leaderboard.md", "frontier.png", "frontier.svg", "notes/perplexity.png", "report.html"):
         assert (out / name).stat().st_size
     page = (out / "report.html").read_text()
     assert "cosine" in page and "430" in page and page.count("<tfoot>") == 1
@@ -99,20 +99,39 @@ def test_what_is_measured_is_kept(folder, run, monkeypatch):
     monkeypatch.setattr(comparison_runner, "measure_retrieval", fail)
     lines = []
     plan = load_comparison(folder / "small.yaml")
-    assert run_comparison(plan, LLAMA, folder, folder / "out", notify=lines.append)
+    assert run_comparison(plan, LLAMA, folder, folder / "out", notify=lines.append) is Outcome.COMPLETE
     assert "complete" in lines[-1] and not any("FAILED" in line for line in lines)
 
 
 def test_breadth_comes_first_and_the_time_is_kept(folder, tmp_path):
     plan = load_comparison(folder / "small.yaml").select("perplexity", without=["rerope", "cosine"])
     lines = []
-    assert not run_comparison(plan, LLAMA, folder, tmp_path, seconds=0, notify=lines.append)
+    assert run_comparison(plan, LLAMA, folder, tmp_path, seconds=0, notify=lines.append) is Outcome.STOPPED
     assert "run again to resume" in lines[-1] and not (tmp_path / "small" / "modules").exists()
     lines.clear()
-    assert run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append)
+    assert run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append) is Outcome.COMPLETE
     order = [line.split("s  ", 1)[1].split(":")[0] for line in lines[1:-1]]
     firsts = ["modules 1 plain", "modules 1 window", "notes 1 plain", "notes 1 window"]
     assert order == [*firsts, "modules 2 plain", "modules 2 window"]
+
+
+def test_no_time_for_anything_is_no_mistake(folder, tmp_path):
+    result = invoke(folder, "--only", "perplexity", "--seconds", "0", "--out", str(tmp_path), "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout) == {"outcome": "stopped"}
+
+
+def test_kinds_of_text_may_be_folders_and_globs(folder, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for name in "ab":
+        (tmp_path / "notes" / f"{name}.txt").write_text(f"def {name}(x):\n    return x + 1\n\n\n" * 20)
+    for texts in ("notes", "no*/*.txt"):
+        (tmp_path / "small.yaml").write_text(
+            f"{{perplexity: {{edges: [0, 64], documents: 9, texts: {{notes: {texts!r}}}}}, recipes: [plain]}}"
+        )
+        lines = []
+        plan = load_comparison(tmp_path / "small.yaml")
+        assert run_comparison(plan, LLAMA, tmp_path, tmp_path / texts[:3], notify=lines.append) is Outcome.COMPLETE
+        assert sum("plain: " in line for line in lines) == 2
 
 
 def test_a_recipe_that_fails_does_not_end_the_others(folder, tmp_path, monkeypatch):
@@ -126,7 +145,7 @@ def test_a_recipe_that_fails_does_not_end_the_others(folder, tmp_path, monkeypat
     monkeypatch.setattr(comparison_runner, "measure_perplexity", fail_for_windows)
     plan = load_comparison(folder / "small.yaml").select("perplexity")
     lines = []
-    assert not run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append)
+    assert run_comparison(plan, LLAMA, folder, tmp_path, notify=lines.append) is Outcome.FAILED
     assert sum("TypeError: no such thing" in line for line in lines) >= 1
     assert sum("not tried again" in line for line in lines) == 1 and "failures above" in lines[-1]
     assert sum("rerope:window=16: " in line and "FAILED" not in line for line in lines) == 3
@@ -164,8 +183,10 @@ def test_plans_of_the_documentation_load(path):
 
 def test_mistakes_end_in_one_line(folder):
     assert_one_line(invoke(folder, "--only", "speed"), "only: expected perplexity, retrieval or time")
-    assert_one_line(invoke(folder, "--kinds", "poems"), "nothing is left to measure")
-    assert_one_line(invoke(folder, "--kinds", "poems", "--only", "time"), "time is that of reading a text")
+    assert_one_line(invoke(folder, "--kinds", "repetitive", "--only", "perplexity"), "nothing is left to measure")
+    assert_one_line(invoke(folder, "--kinds", "repetitive", "--only", "time"), "time is that of reading a text")
+    words = "kinds: expected some of plan small's, modules, notes, repetitive, got 'poems'"
+    assert_one_line(invoke(folder, "--kinds", "notes,poems"), words)
     assert_one_line(invoke(folder, "--without", "zzz"), "without: expected part of a recipe in plan small, got 'zzz'")
 
 
@@ -206,8 +227,12 @@ def test_times_are_measured_in_a_run_of_their_own(folder, run, tmp_path):
 
 
 def test_times_resume_and_failures_are_recorded(folder, tmp_path, monkeypatch):
-    complete, lines = time_recipes(folder, tmp_path, seconds=0)
-    assert not complete and "run again to resume" in lines[-1] and not (tmp_path / "small" / "times.json").exists()
+    outcome, lines = time_recipes(folder, tmp_path, seconds=0)
+    assert (
+        outcome is Outcome.STOPPED
+        and "run again to resume" in lines[-1]
+        and not (tmp_path / "small" / "times.json").exists()
+    )
     time_passes = timing.time_passes
 
     def fail_for_windows(model, tokens):
@@ -216,17 +241,17 @@ def test_times_resume_and_failures_are_recorded(folder, tmp_path, monkeypatch):
         return time_passes(model, tokens)
 
     monkeypatch.setattr(timing, "time_passes", fail_for_windows)
-    complete, lines = time_recipes(folder, tmp_path)
-    assert not complete and "failures above" in lines[-1]
+    outcome, lines = time_recipes(folder, tmp_path)
+    assert outcome is Outcome.FAILED and "failures above" in lines[-1]
     assert sum("FAILED time window:size=32: out of memory: no room; not tried again" in line for line in lines) == 1
     _, first = read_times(tmp_path)
     assert first["window:size=32"]["failed"] == "out of memory: no room" and not first["window:size=32"]["seconds"]
     board = build_board(tmp_path / "small")  # of times alone
     assert {row["recipe"]: row["time"] is None for row in board["rows"]}["window:size=32"]
     monkeypatch.setattr(timing, "time_passes", time_passes)
-    complete, lines = time_recipes(folder, tmp_path)
+    outcome, lines = time_recipes(folder, tmp_path)
     _, second = read_times(tmp_path)
-    assert complete and sum("time " in line and " s (" in line for line in lines) == 1
+    assert outcome is Outcome.COMPLETE and sum("time " in line and " s (" in line for line in lines) == 1
     assert second["plain"] == first["plain"] and second["window:size=32"]["failed"] is None
     path = tmp_path / "small" / "times.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
@@ -244,6 +269,6 @@ def test_a_slow_pass_is_timed_once(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(timing, "token_losses", count_passes)
     monkeypatch.setattr(timing, "SLOW_SECONDS", 0.0)
-    assert time_recipes(folder, tmp_path)[0]
+    assert time_recipes(folder, tmp_path)[0] is Outcome.COMPLETE
     assert count == 2 * 3  # one that warms up and one that counts, of each recipe
     assert all(len(cell["seconds"]) == 1 for cell in read_times(tmp_path)[1].values())

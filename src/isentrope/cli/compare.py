@@ -44,15 +44,18 @@ def compare(
 ) -> None:
     """Compare recipes on one causal model: perplexity by position, retrieval by filler, time and memory.
 
-    Breadth first: every recipe on one document of each kind, then on the next. What the folder has is kept.
+    Breadth first: every recipe on one document of each kind, then on the next. What the folder has is kept. The exit
+    status is 1 where a recipe failed.
 
     isentrope compare docs/results/frontier/smollm2-32k.yaml --model SmolLM2-135M-Instruct --data texts --seconds 150
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are forked
     from isentrope.evaluation.loading import check_not_extended
     from isentrope.evaluation.recipe_texts import check_recipes
+    from isentrope.evaluation.results import PERPLEXITY
     from isentrope.experiments.comparison_plan import PARTS, TIME, load_comparison
-    from isentrope.experiments.comparison_runner import run_comparison
+    from isentrope.experiments.comparison_runner import Outcome, has_results, run_comparison
+    from isentrope.report.figures.perplexity import draw_perplexity
     from isentrope.report.html.comparison import write_comparison
     from isentrope.report.html.page import write_page
 
@@ -65,8 +68,12 @@ def compare(
     folder = out / narrowed.name
     data = prefer_new(data, texts, "--texts", "--data") or Path("texts")
     with Output(as_json) as output:
-        complete = run_comparison(narrowed, model, data, out, seconds, workers, print_progress)
-        written = write_comparison(folder)
-        print_comparison(folder, output)
-        output.add_files([*written, write_page(folder)])
-    raise typer.Exit(0 if complete or seconds < math.inf else 1)
+        outcome = run_comparison(narrowed, model, data, out, seconds, workers, print_progress)
+        output.add(outcome=outcome.name.lower())
+        if has_results(folder):
+            written = write_comparison(folder)
+            for results in sorted(folder.glob(f"*/{PERPLEXITY.file}")):
+                written += draw_perplexity(results)
+            print_comparison(folder, output)
+            output.add_files([*written, write_page(folder)])
+    raise typer.Exit(1 if outcome is Outcome.FAILED else 0)

@@ -7,7 +7,7 @@ A plan names neither the model nor where the texts are, so that one file serves 
     perplexity:
       edges: [0, 4096, 8192, 16384, 32768]
       documents: 3                                    # of each kind, at most
-      texts: {novels: novels.jsonl}                   # kind: file in the folder of texts
+      texts: {novels: novels.jsonl}                   # kind: file, folder or glob in the folder of texts
     retrieval:
       tasks: [passkey]
       lengths: [32768]
@@ -47,7 +47,7 @@ class PerplexityPart:
     Args:
         edges: Of the buckets of positions.
         documents: Of each kind, at most.
-        texts: File names by kind of text.
+        texts: Files, folders or globs by kind of text.
     """
 
     edges: tuple[int, ...]
@@ -61,7 +61,7 @@ class RetrievalPart:
 
     Args:
         config: Tasks, lengths, depths and examples; its recipes are not used.
-        texts: File names by kind of filler; None for plain sentences.
+        texts: The same by kind of filler; None for plain sentences.
         ceiling: Length inside the training length at which the plain model is asked the same, if at all.
         recipes: Those to ask under; None for all of the plan's.
     """
@@ -135,8 +135,12 @@ class ComparisonPlan:
             The narrower plan.
 
         Raises:
-            ValueError: Nothing is left, or a text in `without` is in no recipe.
+            ValueError: Nothing is left, a kind is unknown, or a text in `without` is in no recipe.
         """
+        given = [kind for part in (self.perplexity, self.retrieval) if part for kind in part.texts]
+        if strangers := [kind for kind in kinds if kind not in given]:
+            names = ", ".join(dict.fromkeys(given))
+            raise ValueError(f"kinds: expected some of plan {self.name}'s, {names}, got {strangers[0]!r}")
         parts: dict[str, Any] = {}
         wanted = PARTS if only is None else ("perplexity",) if only == TIME else (only,)
         for name in PARTS:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from isentrope.data.source import find_text_files
 from isentrope.data.tasks import load_haystack
 from isentrope.evaluation.frontier import COMPARISON_FILE, FILLER_SUFFIX
 from isentrope.evaluation.loading import load_on_device, load_tokenizer
@@ -34,6 +36,14 @@ MAX_MESSAGE_CHARACTERS = 200
 GIB = 2**30
 GROUP_SECONDS = 8.0  # that recipes measured in one call should take together
 Notify = Callable[[str], None]
+
+
+class Outcome(Enum):
+    """How a run ended: everything is measured, the time given is over, or recipes failed."""
+
+    COMPLETE = "complete"
+    STOPPED = "incomplete: stopped at the time given; run again to resume"
+    FAILED = "incomplete: failures above"
 
 
 @dataclass
@@ -82,7 +92,7 @@ def run_comparison(
     seconds: float = math.inf,
     workers: int = 0,
     notify: Notify = print,
-) -> bool:
+) -> Outcome:
     """Measure what is missing of a plan in `out`/NAME.
 
     Perplexity goes to KIND/perplexity.json, retrieval to KIND-filler/retrieval.json, times to times.json, and what was
@@ -100,7 +110,7 @@ def run_comparison(
         notify: Receives a line for each recipe measured, left out or failed.
 
     Returns:
-        Whether everything is measured.
+        How the run ended.
     """
     start = time.monotonic()
 
@@ -121,10 +131,17 @@ def run_comparison(
         failed = run_steps(steps, start + seconds, report)
     finally:
         inputs.workers.stop()
-    complete = not any(step.missing() for step in steps)
-    rest = "failures above" if failed else "stopped at the time given; run again to resume"
-    report("complete" if complete else f"incomplete: {rest}")
-    return complete
+    outcome = Outcome.FAILED if failed else Outcome.STOPPED
+    if not any(step.missing() for step in steps):
+        outcome = Outcome.COMPLETE
+    report(outcome.value)
+    return outcome
+
+
+def has_results(folder: Path) -> bool:
+    """Return whether anything of a comparison is measured."""
+    files = (f"*/{PERPLEXITY.file}", f"*/{RETRIEVAL.file}", TIMES.file)
+    return any(path for pattern in files for path in folder.glob(pattern))
 
 
 def _explain_refusal(model: PreTrainedModel, recipe: str) -> str | None:
@@ -174,12 +191,14 @@ class ComparisonInputs:
         self.haystacks: dict[str, Any] = {}
         if (part := plan.perplexity) is not None:
             for kind, name in part.texts.items():
-                self.texts[kind] = load_texts([folder / name], model, None, part.edges[-1], part.documents)
+                files = find_text_files(str(folder / name))
+                self.texts[kind] = load_texts(files, model, None, part.edges[-1], part.documents)
         cells: list[Cell] = []
         tokenizer, chat, examples, seed = None, False, 0, 0
         if (questions := plan.retrieval) is not None:
             self.haystacks = {
-                kind: load_haystack([folder / name] if name else []) for kind, name in questions.texts.items()
+                kind: load_haystack(find_text_files(str(folder / name)) if name else [])
+                for kind, name in questions.texts.items()
             }
             prompts = PromptFormat.from_tokenizer(load_tokenizer(model))
             tokenizer, chat, cells = prompts.tokenizer, prompts.chat, questions.cells()

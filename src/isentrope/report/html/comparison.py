@@ -38,14 +38,18 @@ def write_comparison(folder: Path) -> list[Path]:
 
 
 def build_comparison_section(folder: Path, name: str) -> Section:
-    """Build the section of one comparison; its figure is read from the folder."""
+    """Build the section of one comparison; its figures are read from the folder."""
     board = build_board(folder)
     figure = find_figure(folder / "frontier")
+    by_position = {kind: find_figure(folder / kind / "perplexity") for kind in board["texts"]}
     settings = {key: board[key] for key in ("model", "train_length", "edges", "texts", "cells")}
     body = render(
         "comparison.html",
         sheet=_build_sheet(board, name),
         figure=embed_figure(figure, CAPTION) if figure else None,
+        by_position=[
+            embed_figure(paths, f"Perplexity by position: {kind}.") for kind, paths in by_position.items() if paths
+        ],
         positions=_list_positions(board),
         provenance=[
             ("Recipes left out", board["left_out"]),

@@ -183,7 +183,10 @@ def build_comparison_table(folder: Path) -> Table:
     """Build the table of a comparison for a terminal; recipes on the front are bold."""
     board = build_board(folder)
     columns = build_columns(board)
-    table = Table(title=f"{board['model']['name']}: {board['title']}", caption=explain_columns(board), **TABLE_STYLE)
+    caption = explain_columns(board)
+    if any(any(column.intervals or ()) for column in columns):
+        caption += " Intervals are in leaderboard.md."
+    table = Table(title=f"{board['model']['name']}: {board['title']}", caption=caption, **TABLE_STYLE)
     table.add_column("", justify="right")
     table.add_column("recipe", overflow="fold", min_width=16)
     for column in columns:
