@@ -142,6 +142,14 @@ def test_a_reference_beyond_the_training_length_is_warned_of():
     )
 
 
+def test_a_window_beyond_the_training_length_is_warned_of():
+    (message,) = collect_warnings("rerope:window=80")
+    assert message == (
+        "llama: was trained at 64 tokens, and rerope:window=80 leaves distances up to 80 as they are, of which those "
+        "beyond 64 are new to it, as without a recipe; choose a window of at most 64, such as 32"
+    )
+
+
 def test_a_saved_recipe_is_not_warned_of_again(tmp_path):
     with pytest.warns(UserWarning, match="is for 32"):
         ise.extend(llama(), "infoscale:train_length=32").save_pretrained(tmp_path)

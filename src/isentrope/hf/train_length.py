@@ -110,8 +110,8 @@ def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
     for method, window in methods.items():
         if window > trained:
             yield (
-                f"and {method} leaves distances up to {window} as they are, so that longer text is read no better than "
-                f"by the plain model; choose a window of at most {trained}, such as {trained // 2}"
+                f"and {method} leaves distances up to {window} as they are, of which those beyond {trained} are new to "
+                f"it, as without a recipe; choose a window of at most {trained}, such as {trained // 2}"
             )
 
 
