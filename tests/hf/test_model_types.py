@@ -70,7 +70,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*leaves distances up to:UserWarning")  # so that nothing changes
+@pytest.mark.filterwarnings("ignore:.*(leaves distances up to|learned positions end):UserWarning")  # on purpose
 @pytest.mark.parametrize("name", EXACT)
 def test_idle_over_many_tokens_is_bit_identical(name):
     model = model_of(name)

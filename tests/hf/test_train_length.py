@@ -5,7 +5,17 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from transformers import BloomConfig, GptOssConfig, LlamaConfig, MptConfig, Phi3Config, RobertaConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MptConfig,
+    Phi3Config,
+    RobertaConfig,
+)
 
 import isentrope as ise
 from isentrope.cli.common import errors_in_one_line
@@ -148,6 +158,18 @@ def test_a_window_beyond_the_training_length_is_warned_of():
         "llama: was trained at 64 tokens, and rerope:window=80 leaves distances up to 80 as they are, of which those "
         "beyond 64 are new to it, as without a recipe; choose a window of at most 64, such as 32"
     )
+
+
+@pytest.mark.parametrize("make", [BertConfig, GPT2Config])
+def test_a_recipe_that_learned_positions_end_before_is_warned_of(make):
+    names = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    model = AutoModel.from_config(make(vocab_size=9, bos_token_id=1, eos_token_id=1, **names))
+    with pytest.warns(UserWarning, match="trained at 64 tokens, where its learned positions end, so that infoscale"):
+        ise.extend(model, "infoscale")
+    ise.restore(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ise.extend(model, "window:size=16")  # which changes shorter texts
 
 
 def test_a_saved_recipe_is_not_warned_of_again(tmp_path):

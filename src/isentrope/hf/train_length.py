@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.recipe import Recipe
@@ -20,6 +22,7 @@ COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 # scalings, and models whatever their scaling, that are trained at the length after it
 TRAINED_SCALINGS = ("llama3", "longrope")
 TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
+POSITION_TABLES = ("position_embeddings", "embed_positions", "wpe")  # of BERT, OPT and GPT-2
 OTHER_NAMES = ("seq_length", "max_seq_len")  # of BLOOM and MPT, which have no max_position_embeddings
 CONFIG_IS_WRONG = "unless its config is wrong"  # ends the warning of a length that a config does not state
 _given: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()  # warnings of each model
@@ -53,7 +56,8 @@ def check_lengths(recipe: Recipe, model: PreTrainedModel) -> None:
     if trained is None:
         return
     given = _given.setdefault(model, set())
-    for problem in (*_find_other_lengths(recipe, config, trained), *_find_wide_windows(recipe, trained)):
+    problems = _find_other_lengths(recipe, config, trained), _find_wide_windows(recipe, trained)
+    for problem in (*chain(*problems), *_find_position_tables(recipe, model, trained)):
         message = f"{config.model_type}: was trained at {trained} tokens, {problem}"
         if message not in given:
             given.add(message)
@@ -113,6 +117,16 @@ def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
                 f"and {method} leaves distances up to {window} as they are, of which those beyond {trained} are new to "
                 f"it, as without a recipe; choose a window of at most {trained}, such as {trained // 2}"
             )
+
+
+def _find_position_tables(recipe: Recipe, model: PreTrainedModel, trained: int) -> Iterator[str]:
+    """Find a recipe that acts beyond the training length alone, in a model whose learned positions end there."""
+    if not recipe.parts or not all(part.idle(trained) for part in recipe.parts):
+        return
+    tables = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    if any(name in POSITION_TABLES for name in tables):
+        text = truncate(str(recipe))
+        yield f"where its learned positions end, so that {text} changes nothing; give it more positions first"
 
 
 def _list_stated_lengths(config: PreTrainedConfig) -> set[int]:
