@@ -196,6 +196,24 @@ def test_a_description_says_which_distances_are_masked():
     assert "distance  1→1 64→masked 1024→masked" in str(ise.describe(ise.extend(llama(), "window:size=32")))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "reach"),
+    [
+        ("selfextend:window=32,group=4", 160),  # ⌊159 / 4⌋ + 32 - 8 = 63
+        ("leakyrerope:window=32,leak=16", 544),  # 32 + (543 - 32) / 16 < 64
+        ("string:shift=32,local=8", 88),  # 87 - 32 + 8 = 63
+        ("yarn:factor=4", 256),
+        ("rerope:window=32", None),
+        ("selfextend:window=32", None),  # by the length of the text
+        ("infoscale", None),
+        ("plain", None),
+    ],
+)
+def test_how_far_a_recipe_keeps_distances_inside_training(recipe, reach):
+    description = ise.describe(ise.extend(llama(), recipe))
+    assert description.layers[0].reach == reach and ("  reach " in str(description)) == (reach is not None)
+
+
 def test_a_description_does_not_print_whole_tables():
     beta = torch.linspace(0.1, 0.9, 8).view(2, 4)
     description = ise.describe(ise.extend(llama(), ise.Recipe(position=ise.ReRoPE(16), share=ise.Share(beta))))

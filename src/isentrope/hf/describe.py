@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from isentrope.hf.layer_plan import plan_layers
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.train_length import read_train_length
 from isentrope.positions import Position
+from isentrope.positions.rope import PositionMap
 from isentrope.recipe import Recipe
 from isentrope.recipe.layer_sets import group_indices
 
@@ -48,6 +50,8 @@ class LayerDescription:
         rows: the keys of a few rows, by `ROW_FACTORS`, and how far keys are behind their last query with their
             rotary distances, where these depend on the length of the row; else nothing.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
+        reach: the longest text in which no distance is longer than in training, by the position method or by the factor
+            of its frequencies; None where there is none, or it is not known.
         other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
             page, each a name and a text.
     """
@@ -66,6 +70,7 @@ class LayerDescription:
     other_laws: tuple[tuple[str, str], ...] = ()
     far_keys: str | None = None
     rows: tuple[tuple[int, tuple[int, ...], Distances], ...] = ()
+    reach: int | None = None
 
     def __str__(self) -> str:
         waves = "no rotation"
@@ -81,6 +86,11 @@ class LayerDescription:
             (
                 f"  position  {self.position}; {waves}; {self.cache} in the cache",
                 *(f"  distance  {line}" for line in at or [_format_distances(DISTANCES, self.distances)]),
+                *(
+                    []
+                    if self.reach is None
+                    else [f"  reach     {self.reach} tokens; beyond, distances are new to the model"]
+                ),
                 *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items() if values is not None),
                 *(f"  {name:8}  {text}" for name, text in self.other_laws),
                 f"  mask      {self.mask}",
@@ -181,7 +191,25 @@ def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained
         other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
         far_keys=_describe_choice(layer.recipe),
         rows=tuple(rows),
+        reach=_find_reach(method, layer, region, info, trained) if changed and trained is not None else None,
     )
+
+
+def _find_reach(method: Position | None, layer: Layer, region: Region, info: LayerInfo, trained: int) -> int | None:
+    """Find the longest text in which no distance is longer than in training."""
+    position = layer.recipe.position
+    if position is None:  # the method is in the model's own frequencies
+        factor = getattr(method, "factor", None)
+        return None if factor is None else int(factor * trained)
+    if not isinstance(method, PositionMap) or position.depends_on_row_length:
+        return None
+
+    def is_new(length: int) -> bool:
+        distance = _compute_distance(layer, region, length - 1, info, length - 1)
+        return isinstance(distance, float) and distance >= trained
+
+    longest = bisect_left(range(1, DEPTH + 1), True, key=is_new)
+    return longest if longest < DEPTH else None
 
 
 def _describe_other_laws(layer: Layer) -> Iterator[tuple[str, str]]:
