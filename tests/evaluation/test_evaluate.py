@@ -11,6 +11,7 @@ from isentrope.data.tasks import SENTENCES, load_filler
 from isentrope.evaluation.evaluate import evaluate, plan_comparison, prepare_inputs
 from isentrope.evaluation.texts import collect_texts, iterate_documents
 from isentrope.models.tokenizer import build_character_tokenizer, make_causal_tokenizer
+from isentrope.recipe import Recipe
 from tests.fixtures.models import TRAINED, llama, tokens
 
 RECIPES = ["rerope:window=16", "sink:sinks=4,size=40"]
@@ -29,6 +30,14 @@ def test_recipes_of_a_loaded_model(tmp_path, monkeypatch):
     assert [row["perplexity"] for row in kept.rows] == [row["perplexity"] for row in actual.rows]
     told = json.loads((tmp_path / "out" / "decoder.json").read_text())
     assert told["forgetful"] == [RECIPES[1]] and told["recipes"] == ["plain", *RECIPES]
+
+
+@pytest.mark.parametrize("recipes", [RECIPES[0], Recipe.parse(RECIPES[0]), [Recipe.parse(RECIPES[0])]])
+def test_one_recipe_and_recipes_that_are_no_text(recipes):
+    assert {row["recipe"] for row in evaluate(llama(), tokens(2, 120).tolist(), recipes, 100).rows} == {
+        "plain",
+        RECIPES[0],
+    }
 
 
 def test_a_model_by_name_reads_files_and_strings(tmp_path):

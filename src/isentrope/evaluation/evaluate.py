@@ -26,7 +26,7 @@ from isentrope.evaluation.retrieval import RetrievalConfig, check_retrieval, mea
 from isentrope.evaluation.texts import Text, TextInput, collect_texts, iterate_documents
 from isentrope.hf.auto import resolve_auto
 from isentrope.hf.train_length import read_train_length
-from isentrope.recipe import auto
+from isentrope.recipe import Recipe, auto
 from isentrope.utils.parsing import parse_length
 
 Notify = Callable[[str], None]
@@ -89,7 +89,7 @@ class Evaluation:
 def evaluate(
     model: str | Path | PreTrainedModel,
     texts: TextInput | Sequence[TextInput],
-    recipes: Sequence[str] = (),
+    recipes: str | Recipe | Sequence[str | Recipe] = (),
     length: int | str = "4x",
     *,
     retrieval: bool | None = None,
@@ -101,7 +101,7 @@ def evaluate(
     Args:
         model: a loaded transformers model, or a folder or a name on the hub.
         texts: files, folders, globs, strings of text, or lists of token ids.
-        recipes: texts of recipes, or "auto", compared with the plain model; by default those worth trying on a rotary
+        recipes: one or several, or "auto", compared with the plain model; by default those worth trying on a rotary
             model. One that forgets text is measured, but never chosen.
         length: tokens read of each document; "4x" is four times the training length.
         retrieval: also hide passkeys in the texts, at that length; by default where the model has a tokenizer.
@@ -119,7 +119,8 @@ def evaluate(
         raise ValueError(f"model: expected a causal one, got GAU-α in {model}; see isentrope evaluate")
     name = get_model_name(model)
     label = Path(name).name or config.model_type
-    comparison = plan_comparison(config, label, recipes, length, retrieval)
+    given = [recipes] if isinstance(recipes, str | Recipe) else recipes
+    comparison = plan_comparison(config, label, [str(recipe) for recipe in given], length, retrieval)
     tokenized = collect_texts(texts, name, comparison.perplexity.length, documents)  # before a model is loaded
     comparison, inputs = prepare_inputs(
         comparison, tokenized, lambda: load_tokenizer(name), lambda: _collect_haystack(texts)
@@ -128,8 +129,8 @@ def evaluate(
         folder = Path(temporary if out is None else out)
         used, failures = compare_recipes(loaded, label, inputs, comparison, folder)
         board = rank_recipes(folder)
-    recipes = used.perplexity.recipes
-    best = choose_best(board, recipes, [recipe for recipe in recipes if forgets(recipe)])
+    measured = used.perplexity.recipes
+    best = choose_best(board, measured, [recipe for recipe in measured if forgets(recipe)])
     kept = None if out is None else folder
     return Evaluation(best.recipe if best else PLAIN, board, tuple(failures), kept, best.ties if best else ())
 
