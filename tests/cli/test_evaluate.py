@@ -253,7 +253,7 @@ def test_the_verdict(tmp_path):
     assert [(line.plain[:23], line.style) for line in said[3:]] == [("yarn:factor=2: left out", "red")]
     alone = leaderboard.summarize_ranking(tmp_path, ["plain", "rerope:window=8"])
     assert alone[0].plain.startswith("best: rerope:window=8: ") and alone[0].plain.endswith("length +0.10 %")
-    assert "best: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
+    assert "chosen: plain: no recipe" in leaderboard.summarize_ranking(tmp_path, ["plain", "yarn:factor=2"])[0].plain
     shown = Console(width=140, file=StringIO())
     shown.print(leaderboard.build_leaderboard_table(tmp_path))
     assert "few (1 of 2 texts)" in shown.file.getvalue()

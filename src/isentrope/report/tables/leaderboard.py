@@ -28,8 +28,9 @@ from isentrope.utils.files import write_atomically
 
 CAPTION = (
     "Sorted by perplexity in the last bucket; above: how much higher it is than the first recipe's, with a 95 % "
-    "interval paired over texts; answers found with a 95 % interval; "
-    f"inside: change inside the training length, too much above {MAX_DEGRADATION_PERCENT} %."
+    "interval paired over texts; ratio: of it to the plain model's inside its training length; inside: change there, "
+    f"too much above {MAX_DEGRADATION_PERCENT} %; cost: time of a pass, relative to the plain model's; of answers, "
+    "where they were asked for, the 95 % interval."
 )
 
 
@@ -101,7 +102,7 @@ def describe_choice(choice: Choice, board: Leaderboard, plain: RankedRecipe) -> 
 
 def _describe_none(board: Leaderboard) -> str:
     cost = f"costs {MAX_DEGRADATION_PERCENT} % or less inside the training length"
-    return f"best: plain: no recipe that {cost} is better at {format_bucket(*board['edges'][-2:])}"
+    return f"chosen: plain: no recipe that {cost} is better at {format_bucket(*board['edges'][-2:])}"
 
 
 def write_leaderboard(folder: Path) -> list[Path]:
