@@ -115,6 +115,12 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
         ise.extend(model, "rerope:window=100000")
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_rotation_of_the_last_entries_of_a_head(name):
+    with pytest.raises(ValueError, match="has a rotation of other entries of a head than the first"):
+        ise.extend(model_of(name), "infoscale:train_length=64")
+
+
 @pytest.mark.parametrize("name", ["llama4_text", "deepseek_v2"])
 def test_rotation_by_complex_numbers(name):
     with pytest.raises(ValueError, match=f"{name}: rotates by complex numbers"):

@@ -340,7 +340,7 @@ def _find_rotation(
             _, best, positions = least
             roundings = [replace(best, rounds_angles=a, multiplies_in_fp32=b) for a, b in ROUNDING_MODES]
             return _find_exact(roundings, raw, rotated, positions) or best
-    raise UnsupportedModelError(f"{where} a rotation in neither of the two known layouts, or not at its frequencies")
+    raise UnsupportedModelError(f"{where} a rotation {ModelRope.describe_unknown(raw[0], rotated[0])}")
 
 
 def _rotation_error(rope: ModelRope, raw: QueryAndKey, rotated: QueryAndKey, positions: tuple[int, ...]) -> float:

@@ -107,6 +107,13 @@ class ModelRope:
         theta = LongRoPE().fit(model).frequencies(model.dim, length, torch.float32, device)
         return replace(model, theta=theta)
 
+    @staticmethod
+    def describe_unknown(raw: Tensor, rotated: Tensor) -> str:
+        """Say what is unusual about a rotation that no `ModelRope` makes."""
+        if torch.equal(raw[..., 0], rotated[..., 0]):  # multi-head latent attention
+            return "of other entries of a head than the first, which no recipe can change yet"
+        return "in neither of the two known layouts, or not at its frequencies"
+
     def same(self, other: ModelRope | None) -> bool:
         """Return whether both are the same frequencies of the same module."""
         return other is not None and (self.module, self.layer_type) == (other.module, other.layer_type)
