@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ ARCHIVE = "archive"
 VARIANTS = ("plain", "C.S.", "I.S.", "both")
 
 
+@cache  # blocks ask for the same grids
 def load_grid(folder: str) -> Grid:
     (plan,) = load_plans(HERE / folder)
     return plan.grids[0]
@@ -187,11 +189,12 @@ def render_other_texts() -> str:
         }
         for text, folder in TEXTS.items()
     }
+    grids = {text: load_grid(folder) for text, folder in TEXTS.items()}
     lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} | so in |", "|---" * (len(claims) + 2) + "|"]
-    for claim in load_grid(TEXTS["code"]).plan.metadata["claims"]:
+    for claim in grids["code"].plan.metadata["claims"]:
         name = claim["text"]
-        cells = [_format_claim(claims[text].get(name), len(load_grid(TEXTS[text]).seeds)) for text in claims]
-        lines.append(f"| {name} | {' | '.join(cells)} | {_count_agreeing(claim)} |")
+        cells = [_format_claim(claims[text].get(name), len(grid.seeds)) for text, grid in grids.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {_count_agreeing(claim, list(grids.values()))} |")
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
 
 
@@ -204,11 +207,11 @@ def _format_claim(claim: dict[str, Any] | None, seeds: int) -> str:
     return f"{interval}, **{claim['verdict']}**{fewer}"
 
 
-def _count_agreeing(claim: dict[str, Any]) -> str:
+def _count_agreeing(claim: dict[str, Any], grids: list[Grid]) -> str:
     """Count the pre-trainings of all texts whose own difference is what a claim says: above zero, or within ± 0.01."""
     this, than = (Row(claim[name]["method"], claim[name]["variant"]) for name in ("this", "than"))
     differences = []
-    for grid in map(load_grid, TEXTS.values()):
+    for grid in grids:
         better, worse = (grid.cells_by_seed.get((row, LENGTH), {}) for row in (this, than))
         differences += [better[seed]["acc"] - worse[seed]["acc"] for seed in better.keys() & worse.keys()]
     agree = [abs(x) <= DEFAULT_MARGIN if claim["kind"] == "equivalent" else x > 0 for x in differences]

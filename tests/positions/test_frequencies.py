@@ -2,6 +2,7 @@
 
 import cmath
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -169,27 +170,33 @@ def loops(q, k, v, window, scales, interleaved, sees):
     return out
 
 
+LOOPED = [normal(seed, 1, heads, 18, 8) for seed, heads in ((0, 2), (1, 1), (2, 1))]
+
+
+@cache  # the same for every backend
+def dpe_by_loops(start, end, head, layout, causal):
+    q, k, v = LOOPED
+    arguments = q[0, head, start:end], k[0, 0, start:end], v[0, 0, start:end]
+    sees = (lambda i, j: j <= i) if causal else (lambda i, j: True)
+    return loops(*arguments, 3, (1, 4, 2), layout == "interleaved", sees)
+
+
 @pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_dpe_by_loops(layout, causal, backend):
     """With GQA, padding and packed documents."""
-    q, k, v = (normal(seed, 1, heads, 18, 8) for seed, heads in ((0, 2), (1, 1), (2, 1)))
+    q, k, v = LOOPED
     recipe = Recipe(position=ise.DPE(3, (1, 4, 2), layout=layout))
     ids = torch.tensor([0] * 11 + [1] * 7)
     whole = attention(q, k, v, recipe, causal=causal, backend=backend)
     short = attention(q, k, v, recipe, causal=causal, backend=backend, lengths=[13])
     packed = attention(q, k, v, recipe, causal=causal, backend=backend, mask=ise.Document(ids))
     for head in range(2):
-
-        def one(rows, head=head):
-            arguments = q[0, head, rows], k[0, 0, rows], v[0, 0, rows]
-            sees = (lambda i, j: j <= i) if causal else (lambda i, j: True)
-            return loops(*arguments, 3, (1, 4, 2), layout == "interleaved", sees)
-
-        assert_close(whole[0, head], one(slice(None)), rtol=0, atol=1e-12)
-        assert_close(short[0, head, :13], one(slice(13)), rtol=0, atol=1e-12)
-        documents = torch.cat((one(slice(11)), one(slice(11, 18))))
+        given = head, layout, causal
+        assert_close(whole[0, head], dpe_by_loops(0, 18, *given), rtol=0, atol=1e-12)
+        assert_close(short[0, head, :13], dpe_by_loops(0, 13, *given), rtol=0, atol=1e-12)
+        documents = torch.cat((dpe_by_loops(0, 11, *given), dpe_by_loops(11, 18, *given)))
         assert_close(packed[0, head], documents, rtol=0, atol=1e-12)
 
 

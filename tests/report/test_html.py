@@ -49,6 +49,12 @@ class Wellformed(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.fixture(scope="module")
+def made(results: Path) -> Path:
+    page.write_report(results)
+    return results
+
+
 def test_the_page_is_wellformed_and_fetches_nothing(made: Path) -> None:
     text = page.write_page(made).read_text(encoding="utf-8")
     parser = Wellformed()

@@ -98,8 +98,8 @@ def test_numbers_beside_the_paper(tmp_path: Path) -> None:
     assert "An open marker at 0.05 stands for the paper&#39;s &lt;0.1." in shown
 
 
-def test_methods_are_compared_with_each_other_where_each_has_one_row(made: Path) -> None:
-    actual = compare_with_paper(load_plans(made / "cosscale-sweep")[0].grids[0])
+def test_methods_are_compared_with_each_other_where_each_has_one_row(results: Path) -> None:
+    actual = compare_with_paper(load_plans(results / "cosscale-sweep")[0].grids[0])
     assert actual is not None and actual.agreement_rows("acc")[1] == [
         "pairs of methods", "9 of 14", "9 of 12", "12 of 14", "15 of 15", "12 of 12", "11 of 12",
     ]  # fmt: skip
@@ -145,8 +145,8 @@ def test_claims_find_the_table_they_name_or_none(tmp_path: Path) -> None:
     assert actual[0]["paper"]["source"] == "table 4.5" and [told["paper"] for told in actual[1:]] == [None, None]
 
 
-def test_the_best_that_grows_in_the_paper(made: Path) -> None:
-    judged = evaluate_claims(load_plans(made / "cosscale-sweep")[0].grids[0])[0]
+def test_the_best_that_grows_in_the_paper(results: Path) -> None:
+    judged = evaluate_claims(load_plans(results / "cosscale-sweep")[0].grids[0])[0]
     assert judged["verdict"] == "holds" and judged["paper"]["verdict"] == "does not hold"
     assert judged["paper"]["words"] == (
         "paper, table 4.3.2: best ACC 32 at 128 (0.84), 256 at 1024 (0.69), 128 at 4096 (0.32) (does not hold)"

@@ -20,9 +20,9 @@ from isentrope.report.tables.numbers import format_number
 from tests.fixtures.study import ROWS, cell, plan, small, write
 
 
-def test_plans_are_found_in_a_folder_and_in_its_subfolders(made: Path) -> None:
-    assert [each.name for each in load_plans(made)] == ["cosscale-sweep", "main"]
-    assert [each.name for each in load_plans(made / "main")] == ["main"]
+def test_plans_are_found_in_a_folder_and_in_its_subfolders(results: Path) -> None:
+    assert [each.name for each in load_plans(results)] == ["cosscale-sweep", "main"]
+    assert [each.name for each in load_plans(results / "main")] == ["main"]
 
 
 def test_protocols_never_meet(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_beyond_the_cap_none_is_singled_out(tmp_path: Path) -> None:
     assert {entry.rank for entry in tables.format_grid(first).cells.values()} == {0, 1, 2}
 
 
-def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
-    main = load_plans(made / "main")[0].grids[0]
+def test_markdown_and_latex_as_the_paper_prints(results: Path) -> None:
+    main = load_plans(results / "main")[0].grids[0]
     text = tables.render_markdown(tables.format_grid(main, cap=True))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 36 and {line.count("|") for line in lines} == {14}
@@ -119,14 +119,14 @@ def test_markdown_and_latex_as_the_paper_prints(made: Path) -> None:
             assert sum("**" in text for text in column) == sum("<u>" in text for text in column) == 1
 
 
-def test_rows_that_share_a_variant_are_named_by_their_method(made: Path) -> None:
-    sheet = tables.format_grid(load_plans(made / "cosscale-sweep")[0].grids[0])
+def test_rows_that_share_a_variant_are_named_by_their_method(results: Path) -> None:
+    sheet = tables.format_grid(load_plans(results / "cosscale-sweep")[0].grids[0])
     assert list(sheet.labels.values()) == ["8", "16", "32", "64", "128", "256"]
     assert sheet.caption.endswith("All with C.S.") and r"\midrule" in tables.render_latex(sheet)
 
 
-def test_the_csv_holds_every_number_as_measured(made: Path) -> None:
-    actual = load_plans(made / "main")[0]
+def test_the_csv_holds_every_number_as_measured(results: Path) -> None:
+    actual = load_plans(results / "main")[0]
     rows = list(csv.DictReader(io.StringIO(tables.render_csv(actual))))
     assert len(rows) == len(actual.cells) and tuple(rows[0]) == tables.CSV_COLUMNS
     for row, told in zip(rows, actual.cells, strict=True):

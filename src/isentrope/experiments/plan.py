@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def describe_plan(name: str) -> dict[str, Any]:
     return {"name": name, "label": plan.label, "title": plan.title, "cells": plan.num_cells, "trainings": trainings}
 
 
+@cache
 def _load_library() -> dict[str, Checkpoint]:
     data = yaml.safe_load((PLANS / f"{CHECKPOINT_LIBRARY}.yaml").read_text(encoding="utf-8"))
     return {name: parse_checkpoint(name, fields) for name, fields in data.items()}
