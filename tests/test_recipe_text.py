@@ -98,7 +98,7 @@ far_laws = st.builds(
 )
 
 
-@examples(150)
+@examples(60)
 @given(one_law | far_laws)
 def test_recipes_survive_text_and_json(recipe):
     assert Recipe.parse(str(recipe)) == recipe

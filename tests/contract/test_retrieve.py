@@ -35,14 +35,16 @@ KERNEL_TEXTS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", RETRIEVES)
 @pytest.mark.parametrize("position", ONE_WINDOW)
-def test_backends_agree_with_reference(position, choice, monkeypatch):
-    """Laws, scores and settings by turns."""
+def test_backends_agree_with_reference(position, choice, share, monkeypatch):
+    """Scores and settings by turns; a third of the laws, another for the next position or choice."""
     monkeypatch.setattr(gathered, "MAX_TILE_ELEMENTS", {"cpu": 1 << 14})  # several tiles even at these sizes
-    turn = ONE_WINDOW.index(position) * 5 + RETRIEVES.index(choice) * 3
+    places = ONE_WINDOW.index(position), RETRIEVES.index(choice)
+    turn = places[0] * 5 + places[1] * 3
     laws = ["", *(law for law in FAR_LAWS if "scaleinvariant" not in law and "sinks=" not in law)]  # refused there
-    for law in laws[turn % 2 :: 2]:
+    for law in laws[sum(places) % share :: share]:
         turn += 1
         setting = CHOOSING[turn % len(CHOOSING)]
         recipe = build(position, law, "", SCORES[turn % len(SCORES)], setting)

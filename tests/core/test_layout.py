@@ -69,7 +69,7 @@ def layouts(draw):
     return layout, torch.tensor(frame), torch.tensor(query), torch.tensor(key)
 
 
-@examples(120)
+@examples(60)
 @given(layouts(), regions)
 def test_layout_against_every_pair(case, region):
     layout, frame, query, key = case

@@ -11,7 +11,7 @@ from tests.fixtures.recipes import examples
 from tests.fixtures.regions import N, inside, joined, layers, regions, spans
 
 
-@examples(100)
+@examples(50)
 @given(st.lists(spans, max_size=3), st.lists(spans, max_size=3))
 def test_region_algebra_is_that_of_sets(first, second):
     # queries and keys beyond every edge above
@@ -33,7 +33,7 @@ def test_region_algebra_is_that_of_sets(first, second):
         assert torch.equal(times > 0, expected), name
 
 
-@examples(100)
+@examples(50)
 @given(regions, st.integers(1, N + 4), st.integers(1, N + 4))
 def test_within_keeps_the_pairs_and_only_drops_bounds(region, keys, queries):
     queries = min(queries, keys)

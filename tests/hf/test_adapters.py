@@ -236,10 +236,16 @@ def test_methods_are_wrapped_once_and_can_be_unwrapped(base, tmp_path):
     assert torch.equal(compute(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected)
 
 
-def test_isentrope_imported_before_peft():
-    """Importing it loads no PEFT, and whoever loads that later finds its methods wrapped."""
+def test_isentrope_imported_before_transformers_and_peft():
+    """Importing it loads neither, and whoever loads them later finds the model type, and PEFT's methods wrapped."""
     code = (
         "import sys, isentrope\n"
+        "assert 'transformers' not in sys.modules\n"
+        "from transformers import CONFIG_MAPPING\n"
+        "import transformers.models.auto.configuration_auto as module\n"
+        "assert type(module.__loader__).__name__ == 'SourceFileLoader'\n"
+        "assert CONFIG_MAPPING['isentrope'].__module__ == 'isentrope.saved_config'\n"
+        "assert 'isentrope.hf' not in sys.modules\n"
         "import transformers.integrations.peft as module\n"
         "assert type(module.__loader__).__name__ == 'SourceFileLoader'\n"
         "assert 'peft' not in sys.modules and 'isentrope.hf' not in sys.modules\n"

@@ -64,7 +64,7 @@ def compiled(model, backend):
     return torch.compile(model, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize(("recipe", "backend"), choose([RECIPES[3]], []))
+@pytest.mark.parametrize(("recipe", "backend"), choose([], []))  # each in other ways below
 def test_a_forward_pass_is_one_graph(recipe, backend):
     model, ids = extended(recipe, layers=2 if recipe == RECIPES[-1] else 1), tokens(2, 100)
     fast, counter = compiled(model, backend)
@@ -229,7 +229,8 @@ def test_layers_of_several_kinds():
     model, ids = extended(recipe, layers=4), tokens(2, 90)
     fast, counter = compiled(model, "eager")
     with torch.no_grad():
-        assert_close(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE)
+        for batch in (ids, tokens(2, 90, seed=1)):
+            assert_close(fast(batch, use_cache=False).logits, model(batch, use_cache=False).logits, **CLOSE)
     assert counter.frame_count == 1
     kinds = [get_layer(layer.self_attn) for layer in model.model.layers]
     assert kinds[0].recipe is kinds[2].recipe and kinds[0].recipe is not kinds[1].recipe

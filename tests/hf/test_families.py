@@ -214,8 +214,9 @@ def cached_keys(model, ids):
         return [layer.keys for layer in model(ids, use_cache=True).past_key_values.layers]
 
 
-@pytest.mark.parametrize("text", [IDLE, "sink:sinks=4,size=60", "infoscale:train_length=64"])
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    ("name", "text"), in_turns(CAUSAL, [IDLE, "sink:sinks=4,size=60", "infoscale:train_length=64"])
+)
 def test_the_cache_holds_what_describe_says(name, text):
     """An idle recipe leaves hidden states alone, so that keys are the plain model's where they are rotated."""
     family = FAMILIES[name]
@@ -234,8 +235,13 @@ def test_the_cache_holds_what_describe_says(name, text):
             assert same == (local or text.startswith("infoscale"))
 
 
-@pytest.mark.parametrize("text", ["pi:factor=4", "ntk:factor=4,dynamic=true", "rerope:window=16"])
-@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gpt_oss" and FAMILIES[name].local is None])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    in_turns(
+        [name for name in CAUSAL if name != "gpt_oss" and FAMILIES[name].local is None],
+        ["pi:factor=4", "ntk:factor=4,dynamic=true", "rerope:window=16"],
+    ),
+)
 def test_methods_with_one_angle_a_position_cache_rotated_keys(name, text):
     """In the first layer, whose input no recipe changes."""
     model = FAMILIES[name].model()

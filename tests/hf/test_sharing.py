@@ -146,21 +146,6 @@ def test_programs_without_isentrope_refuse_the_folder_by_name(model, folder, tmp
     assert ran.returncode == 0, ran.stderr
 
 
-def test_isentrope_imported_before_transformers():
-    """Importing it loads no transformers, and whoever loads that later finds the model type."""
-    code = (
-        "import sys, isentrope\n"
-        "assert 'transformers' not in sys.modules\n"
-        "from transformers import CONFIG_MAPPING\n"
-        "import transformers.models.auto.configuration_auto as module\n"
-        "assert type(module.__loader__).__name__ == 'SourceFileLoader'\n"
-        "assert CONFIG_MAPPING['isentrope'].__module__ == 'isentrope.saved_config'\n"
-        "assert 'isentrope.hf' not in sys.modules\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-
-
 def test_the_launcher(folder, tmp_path, capsys, monkeypatch):
     from isentrope import run
 

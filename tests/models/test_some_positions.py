@@ -67,8 +67,9 @@ def test_the_last_layer_at_some_positions(recipe, rows):
     assert_the_same_somewhere(gau, tokens(), at, attention_mask=mask)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("recipe", ["plain", "ReRoPE", "ALiBi", "LM-Infinite", "visible keys"])
+@pytest.mark.parametrize(
+    ("recipe", "rows"), in_turns(["plain", "ReRoPE", "ALiBi", "LM-Infinite", "visible keys"], list(ROWS))
+)
 def test_some_positions_under_position_ids(recipe, rows):
     gau = model(recipe=SOMEWHERE[recipe], max_position_embeddings=8)
     at, mask = somewhere(rows)

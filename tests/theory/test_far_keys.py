@@ -12,6 +12,7 @@ from scipy.integrate import quad
 
 from isentrope import theory
 from isentrope.theory import KeySet
+from tests.fixtures.recipes import examples
 
 ratios, sigmas = st.floats(1, 1e4), st.floats(0, 4)
 
@@ -48,6 +49,7 @@ def test_closed_forms_fail_where_one_key_has_the_weight():
 
 
 @given(ratios, st.floats(0, 3), sigmas, st.floats(-5, 5))
+@examples(20)
 def test_noise_bias_keeps_the_expected_sum(ratio, tau, sigma, mean):
     trained = KeySet(64.0, mean, sigma)
     longer = KeySet(64.0 * ratio, mean, sigma).transform(tau, theory.noise_bias(ratio, tau, sigma, mean))
@@ -55,6 +57,7 @@ def test_noise_bias_keeps_the_expected_sum(ratio, tau, sigma, mean):
 
 
 @given(ratios, st.floats(0.1, 100), sigmas)
+@examples(20)
 def test_needle_tau_meets_both_conditions_or_none_does(ratio, strength, sigma):
     tau = theory.needle_tau(ratio, strength, sigma)
     if np.isnan(tau):

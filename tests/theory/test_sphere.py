@@ -74,6 +74,7 @@ def test_kl_keeps_its_digits_for_small_alpha():
 
 
 @given(alphas, dimensions)
+@examples(20)
 def test_mean_cosine_is_the_slope_of_log_mean_exp(alpha, d):
     step = 1e-4 * alpha
     slope = (theory.log_mean_exp(alpha + step, d) - theory.log_mean_exp(alpha - step, d)) / (2 * step)
@@ -81,6 +82,7 @@ def test_mean_cosine_is_the_slope_of_log_mean_exp(alpha, d):
 
 
 @given(alphas, dimensions, st.floats(1.001, 10))
+@examples(20)
 def test_monotone_in_alpha(alpha, d, factor):
     for f in (theory.log_mean_exp, theory.mean_cosine, theory.kl_from_uniform):
         assert f(alpha, d) < f(alpha * factor, d)
@@ -88,6 +90,7 @@ def test_monotone_in_alpha(alpha, d, factor):
 
 
 @given(alphas, st.integers(2, 255))
+@examples(20)
 def test_monotone_in_d_and_bounded(alpha, d):
     assert theory.kl_from_uniform(alpha, d) <= alpha**2 / (2 * d) * (1 + 1e-12)
     assert 0 < theory.mean_cosine(alpha, d + 1) < theory.mean_cosine(alpha, d) < 1
@@ -135,7 +138,7 @@ def test_equation_18_at_the_smallest_dimensions():
 
 
 @given(st.floats(math.log(1e-8), math.log(math.log(1e7))).map(math.exp), dimensions)
-@examples(40)
+@examples(20)
 def test_concentration_inverts_kl(kl, d):
     assert theory.kl_from_uniform(theory.concentration(kl, d), d) == pytest.approx(kl, rel=1e-11)
 
@@ -147,7 +150,7 @@ def test_concentration_inverts_kl_over_a_grid():
 
 
 @given(st.floats(1, 1e6), st.floats(1, 1e3), st.floats(0.1, 200), st.integers(2, 256))
-@examples(40)
+@examples(20)
 def test_invariant_scale_keeps_the_entropy(train_length, longer, alpha, d):
     n = train_length * longer
     tau = theory.invariant_scale(n, train_length, alpha, d)
@@ -203,6 +206,7 @@ def test_equation_12_ends_at_t_1():
 
 
 @given(st.floats(1e-3, 100), dimensions)
+@examples(20)
 def test_approximate_concentrations_invert_their_equations(kl, d):
     alpha = theory.concentration_eq10(kl, d)
     assert -theory.entropy_eq10(1, alpha, d) == pytest.approx(kl, rel=1e-9)
