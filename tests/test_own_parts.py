@@ -16,9 +16,10 @@ from isentrope.cli import app
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.parts import Part
 from isentrope.positions.regions import NearAndFar
-from isentrope.recipe import KINDS, PARTS, register_part
+from isentrope.recipe import KINDS, OWN_PARTS, PARTS, register_part
 from isentrope.share import Share
 from isentrope.temperatures import Temperature
+from isentrope.training.config import TrainingConfig
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.registered_parts import forget_registered
 
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from isentrope.recipe import register_part
 from isentrope.temperatures import Temperature
+from isentrope.training.config import TrainingConfig
 
 @register_part
 @dataclass(frozen=True)
@@ -98,6 +100,15 @@ def test_a_new_version_of_a_class_replaces_the_old_one():
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, ise.attention(q, k, v, causal=True))
     assert [part for part in KINDS["temperature"] if part.name() == "root"] == [newer]
+
+
+def test_a_training_is_another_one_after_a_change_of_the_file():
+    config = TrainingConfig(recipe="rope+root:train_length=8")
+    register_part(Root)
+    (source,) = config.identity()["parts"].values()
+    assert TrainingConfig(recipe="rope").identity().keys() == config.identity().keys() - {"parts"}
+    OWN_PARTS["root"] = "the file has been changed"
+    assert config.identity()["parts"] != {"root": source}
 
 
 def test_a_saved_model_needs_its_part(tmp_path):
@@ -195,3 +206,5 @@ def test_a_law_of_ones_own_is_compared_with_yarn(tmp_path):
     (comparison,) = json.loads(result.stdout)["comparisons"]
     rows = {row["recipe"]: row for row in comparison["leaderboard"]["rows"]}
     assert len(rows) == 4 and rows["rerope:window=128+root"]["ratio"] != rows["rerope:window=128"]["ratio"]
+    (tmp_path / "laws.py").write_text(FILE.replace("1 / self.degree", "2 / self.degree"))
+    assert_one_line(CliRunner().invoke(app, [*command, *more]), "the files of your own parts differ); choose another")

@@ -317,7 +317,7 @@ def test_the_command_says_what_failed(tmp_path, monkeypatch):
 def test_texts_are_looked_at_before_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_on_device", None)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
-    for words in ("perplexity --recipe plain --edges 0,8", "calibrate --length 8"):
+    for words in ("perplexity --recipe plain --edges 0,8", "calibrate --recipe plain --length 8"):
         command, *options = words.split()
         result = CliRunner().invoke(app, [command, str(tmp_path), "--data", str(tmp_path / "rows.jsonl"), *options])
         assert result.exit_code == 2 and "of 8 tokens" in result.stderr, result.output

@@ -100,12 +100,10 @@ def calibrate(
         texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
             interval.
         length: tokens read of each document, up to which the law is fitted; "4x" is four times the training length.
-        recipe: what gets the law: "auto", the one chosen for the length; "plain", the unchanged model, whose attention
-            no temperature makes read distances that are new to it; or any other, which may contain {window} and
-            {factor}, and a share law to start from.
+        recipe: what gets the law: "auto", the one chosen for the length; "plain", the unchanged model; or any other,
+            which may contain {window} and {factor}, and a share law to start from.
         documents: at most this many, the first that are long enough.
-        out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; by default nothing is
-            left on disk.
+        out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; None leaves no files.
         **settings: `windows`, `factors`, `levels`, `budget`, `train_length`, `seed` and `with_retrieval` of
             `CalibrationConfig`, also as on a command line: `levels="scalar,layer"`, `budget="10m"`.
 

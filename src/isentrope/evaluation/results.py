@@ -166,7 +166,8 @@ CALIBRATION = Schema(
 )
 
 
-FIELD_NAMES = {"fillers": "prompts or tokenizer"}  # in messages, where the field is a hash
+# in messages, where the field is a hash
+FIELD_NAMES = {"fillers": "prompts or tokenizer", "parts": "the files of your own parts"}
 
 
 class ResultsStore:
@@ -184,14 +185,15 @@ class ResultsStore:
     def __init__(self, folder: Path | None, schema: Schema, head: Mapping[str, Any]) -> None:
         self.schema = schema
         self.path = folder and folder / schema.file
-        self.head: dict[str, Any] = json.loads(json.dumps(head))
+        self.head: dict[str, Any] = json.loads(json.dumps(head)) | hash_parts()
         self.earlier = self._read_earlier()
         if self.earlier:
             earlier, config = self.earlier["config"], self.head["config"]
             for name in schema.accumulated:
                 config[name] = list(dict.fromkeys((*earlier.get(name, ()), *config[name])))
             config |= {name: sorted({*earlier[name], *config[name]}) for name in schema.sorted}
-            self.head |= {name: self.earlier.get(name, {}) | self.head.get(name, {}) for name in schema.merged}
+            merged = [name for name in (*schema.merged, "parts") if name in self.earlier or name in self.head]
+            self.head |= {name: self.earlier.get(name, {}) | self.head.get(name, {}) for name in merged}
         self.cells: dict[Key, Cell] = {schema.key(cell): cell for cell in self.earlier.get("cells", [])}
 
     def _read_earlier(self) -> dict[str, Any]:
@@ -201,13 +203,9 @@ class ResultsStore:
             return {}
         differing = [] if is_same_model(earlier["model"], self.head["model"]) else ["model"]
         differing += [field for field in self.schema.identity if _get(earlier, field) != _get(self.head, field)]
-        for field in self.schema.merged:
-            before, now = earlier.get(field, {}), self.head.get(field, {})
-            if any(before[name] != now[name] for name in before.keys() & now.keys()):
-                differing.append(field)
+        differing += find_conflicts(earlier, self.head, (*self.schema.merged, "parts"))
         if differing:
-            words = " and ".join(FIELD_NAMES.get(field, field.removeprefix("config.")) for field in differing)
-            raise ValueError(f"{self.path}: holds {self.schema.mismatch} ({words} differ); choose another folder")
+            raise ValueError(f"{self.path}: holds {self.schema.mismatch} {describe_difference(differing)}")
         return earlier
 
     def results(self) -> dict[str, Any]:
@@ -219,6 +217,28 @@ class ResultsStore:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_results(self.path, results, self.schema.ensure_ascii)
+
+
+def hash_parts() -> dict[str, dict[str, str]]:
+    """Return what a results file says of the files that define parts of a user's own; nothing without such parts."""
+    from isentrope.recipe import OWN_PARTS  # imports PyTorch, which reports do without
+
+    return {"parts": dict(OWN_PARTS)} if OWN_PARTS else {}
+
+
+def find_conflicts(earlier: Mapping[str, Any], now: Mapping[str, Any], fields: Collection[str]) -> list[str]:
+    """Return the fields, mappings all, in which both have an entry that differs."""
+
+    def differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+        return any(before[name] != after[name] for name in before.keys() & after.keys())
+
+    return [field for field in fields if differ(earlier.get(field, {}), now.get(field, {}))]
+
+
+def describe_difference(fields: Collection[str]) -> str:
+    """Say in an error what of an earlier run is not as now, and what to do."""
+    words = " and ".join(FIELD_NAMES.get(field, field.removeprefix("config.")) for field in fields)
+    return f"({words} differ); choose another folder"
 
 
 def _get(results: Mapping[str, Any], field: str) -> Any:

@@ -24,7 +24,17 @@ from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.ranking import forgets
 from isentrope.evaluation.recipe_texts import under_recipe
-from isentrope.evaluation.results import PERPLEXITY, RETRIEVAL, TIMES, Schema, read_if_whole, write_results
+from isentrope.evaluation.results import (
+    PERPLEXITY,
+    RETRIEVAL,
+    TIMES,
+    Schema,
+    describe_difference,
+    find_conflicts,
+    hash_parts,
+    read_if_whole,
+    write_results,
+)
 from isentrope.evaluation.retrieval import Cell, measure_retrieval
 from isentrope.evaluation.texts import Text, load_texts
 from isentrope.evaluation.timing import measure_times, open_times
@@ -117,6 +127,7 @@ def run_comparison(
     def report(line: str) -> None:
         notify(f"{time.monotonic() - start:7.1f} s  {line}")
 
+    _check_parts(out / plan.name)
     inputs = ComparisonInputs(plan, model, texts, workers)
     try:
         loaded = load_on_device(model, dtype=plan.dtype).eval()
@@ -153,6 +164,14 @@ def _explain_refusal(model: PreTrainedModel, recipe: str) -> str | None:
         return shorten(str(error), MAX_MESSAGE_CHARACTERS, placeholder=" …")
 
 
+def _check_parts(folder: Path) -> None:
+    """Refuse to add to results that were measured under other versions of a user's own parts."""
+    path = folder / COMPARISON_FILE
+    earlier = read_if_whole(path, "recipes") or {}
+    if conflicts := find_conflicts(earlier, hash_parts(), ("parts",)):
+        raise ValueError(f"{path}: holds another comparison {describe_difference(conflicts)}")
+
+
 def _write_comparison(plan: ComparisonPlan, reasons: dict[str, str | None], folder: Path) -> None:
     """Write what is compared; what an earlier run of the same plan had is kept, and timing it changes nothing."""
     path = folder / COMPARISON_FILE
@@ -171,6 +190,8 @@ def _write_comparison(plan: ComparisonPlan, reasons: dict[str, str | None], fold
         "ceiling": plan.retrieval.ceiling if plan.retrieval else earlier.get("ceiling"),
         "plan": asdict(plan),
     }
+    if parts := earlier.get("parts", {}) | hash_parts().get("parts", {}):
+        record["parts"] = parts
     write_results(path, record)
 
 

@@ -40,6 +40,7 @@ from isentrope.experiments.masked_plan import MaskedPlan, PlanRow
 from isentrope.models import GAUAlphaConfig, GAUAlphaForMaskedLM
 from isentrope.models.gau.config import build_gau_recipe
 from isentrope.pretrained import load_pretrained, read_config_as, read_tokenizer, resolve_device
+from isentrope.recipe import hash_own_parts
 from isentrope.utils.files import lock_file, read_fields, read_json, write_atomically, write_json
 from isentrope.utils.progress import track_progress
 from isentrope.utils.provenance import collect_provenance
@@ -202,6 +203,7 @@ def _list_cells(plan: MaskedPlan, corpus: PreparedCorpus, trained: Trained, dtyp
                 content = [CELL_FORMAT, model.identity, row.recipe, length, plan.train_length, protocol, partition]
                 content += [str(dtype), ENTROPY_DOCUMENTS if plan.entropy else 0]
                 content += [f"fit {FIT_FORMAT}"] if row.fit else []
+                content += hash_own_parts(row.recipe).values()
                 key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
                 yield MaskedCell(row, length, replace(model, seed=seed), key)
 

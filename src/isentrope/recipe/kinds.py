@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import re
+from pathlib import Path
 from typing import TypeVar
 
 from isentrope import masks, positions, scores, temperatures
@@ -35,6 +39,7 @@ PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in 
 PLAIN = "plain"
 LAYERS = "layers"  # begins the text of a recipe per layer
 RESERVED = (PLAIN, LAYERS, "auto", "name")
+OWN_PARTS: dict[str, str] = {}  # of each part of a user's own its name, and a hash of the file that defines it
 
 
 def register_part(part: P) -> P:
@@ -61,8 +66,15 @@ def register_part(part: P) -> P:
         raise ValueError(f"register_part: expected a name that no other part has, got {name!r}; rename the class")
     KINDS[kind] = (*(each for each in KINDS[kind] if each.name() != name), part)
     PARTS[name] = kind, part
+    OWN_PARTS[name] = _hash_source(part)
     clear_caches()  # texts that were parsed to an earlier version of the class
     return part
+
+
+def hash_own_parts(text: str) -> dict[str, str]:
+    """Return a hash of the file that defines it for each part of a user's own that a text names."""
+    words = set(re.findall(r"\w+", text)) if OWN_PARTS else ()
+    return {name: source for name, source in OWN_PARTS.items() if name in words}
 
 
 def _find_kind(part: object) -> str | None:
@@ -72,3 +84,12 @@ def _find_kind(part: object) -> str | None:
     bases = {"position": positions.Position, "mask": masks.Mask, "score": scores.Score}
     kind = next((kind for kind, base in bases.items() if issubclass(part, base)), None)
     return kind or ("temperature" if hasattr(part, "scale") else "share" if hasattr(part, "bias") else None)
+
+
+def _hash_source(part: type) -> str:
+    """Return a hash of the file that defines a class, or of its name where there is none, as in a terminal."""
+    try:
+        content = Path(str(inspect.getsourcefile(part))).read_bytes()
+    except (TypeError, OSError):
+        content = part.__qualname__.encode()
+    return hashlib.sha256(content).hexdigest()[:16]

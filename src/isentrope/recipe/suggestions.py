@@ -67,4 +67,5 @@ def suggest_part(name: str, known: Iterable[str]) -> str:
         return f"; did you mean {ALIASES[plain]!r}?"
     if (numbered := re.fullmatch(r"([a-z]+?)x?(\d+)x?", plain)) and numbered[1] in FACTOR_PARTS:
         return f"; did you mean '{numbered[1]}:factor={numbered[2]}'?"
-    return suggest(plain or name, names)
+    ending = suggest(plain or name, names)
+    return ending if "did you mean" in ending else f"{ending}, and classes given to isentrope.recipe.register_part"

@@ -129,9 +129,12 @@ class TrainingConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that the weights depend on."""
+        from isentrope.recipe import hash_own_parts  # reading a config needs no torch
+
         # runs of before the option have the identity of those without it
         default = () if self.deterministic else ("deterministic",)
-        return {key: value for key, value in asdict(self).items() if key not in (*NON_IDENTITY_FIELDS, *default)}
+        fields = {key: value for key, value in asdict(self).items() if key not in (*NON_IDENTITY_FIELDS, *default)}
+        return fields | ({"parts": parts} if (parts := hash_own_parts(self.recipe)) else {})
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the rate of step 0 … steps - 1: linear up over the first `warmup` of them, then linear down to 0."""
