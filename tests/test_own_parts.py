@@ -19,7 +19,7 @@ from isentrope.positions.regions import NearAndFar
 from isentrope.recipe import KINDS, OWN_PARTS, PARTS, register_part
 from isentrope.share import Share
 from isentrope.temperatures import Temperature
-from isentrope.training.config import TrainingConfig
+from isentrope.training.config import build_config
 from tests.fixtures.commands import assert_one_line
 from tests.fixtures.registered_parts import forget_registered
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from isentrope.recipe import register_part
 from isentrope.temperatures import Temperature
-from isentrope.training.config import TrainingConfig
+from isentrope.training.config import build_config
 
 @register_part
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def test_a_new_version_of_a_class_replaces_the_old_one():
 
 
 def test_a_training_is_another_one_after_a_change_of_the_file():
-    config = TrainingConfig(recipe="rope+root:train_length=8")
+    config = build_config("train", recipe="rope+root:train_length=8")
     register_part(Root)
     (source,) = config.identity()["parts"].values()
-    assert TrainingConfig(recipe="rope").identity().keys() == config.identity().keys() - {"parts"}
+    assert build_config("train").identity().keys() == config.identity().keys() - {"parts"}
     OWN_PARTS["root"] = "the file has been changed"
     assert config.identity()["parts"] != {"root": source}
 
