@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 from isentrope.recipe import register_part
 from isentrope.temperatures import Temperature
-from isentrope.training.config import build_config
 
 @register_part
 @dataclass(frozen=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from isentrope.calibration.laws import count_most_visible
 from isentrope.calibration.select import LEVELS
 from isentrope.evaluation.evaluate import parse_longer_length
 from isentrope.evaluation.recipe_texts import PLAIN, parse_recipe
 from isentrope.hf.auto import resolve_auto
 from isentrope.hf.train_length import read_train_length
 from isentrope.recipe import LayerRecipes
+from isentrope.recipe.auto import is_auto
 from isentrope.utils.messages import truncate
 from isentrope.utils.parsing import parse_numbers
 
@@ -83,9 +86,7 @@ class CalibrationConfig:
         """Build as `parse` does, with "4x" and `auto` resolved by a model's config; None for GAU-α."""
         trained = resolve_train_length(values.get("train_length"), model)
         tokens = parse_longer_length(length, trained)
-        if model is not None:
-            (recipe,) = resolve_auto([recipe], model, tokens)
-        return cls.parse(tokens, recipe, **values)
+        return cls.parse(tokens, choose_fitted_recipe(recipe, model, tokens, trained), **values)
 
     @property
     def recipes(self) -> list[str]:
@@ -109,6 +110,31 @@ def resolve_train_length(given: int | None, model: PreTrainedConfig | None) -> i
     if trained is None:
         raise ValueError("train_length: expected a number, since this model's config has none")
     return trained
+
+
+def choose_fitted_recipe(recipe: str, model: PreTrainedConfig | None, length: int, train_length: int) -> str:
+    """Replace `auto` by what it stands for, with all far keys in sight where no law acts on those it chooses.
+
+    Args:
+        recipe: the text of one.
+        model: its config; None for GAU-α.
+        length: tokens read of each document.
+        train_length: of the model.
+    """
+    if model is None or not is_auto(recipe):
+        return recipe
+    (text,) = resolve_auto([recipe], model, length, train_length=train_length)
+    chosen = parse_recipe(text, train_length=train_length)
+    if chosen.retrieve is None or count_most_visible(chosen, length) > train_length:
+        return text
+    fitted = str(replace(parse_recipe(text), retrieve=None))
+    warnings.warn(
+        f"recipe 'auto': at {length} tokens it is {text}, under which a query sees no more keys than in training, so "
+        f"that no law has an effect; {fitted} is fitted instead: compare the result with auto by isentrope evaluate",
+        UserWarning,
+        stacklevel=3,
+    )
+    return fitted
 
 
 def parse_seconds(time: float | str | None) -> float | None:

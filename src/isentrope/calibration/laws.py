@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from math import log
+from math import inf, log
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from isentrope.core.layout import Layout
+from isentrope.core.region import band
 from isentrope.evaluation.metrics import Array
 from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.hf.learned_laws import LearnedPower, LearnedShare, LearnedTemperature, learn_laws
@@ -27,6 +29,7 @@ from isentrope.parts import MAX_EXPONENT
 from isentrope.recipe import Recipe
 from isentrope.share import Share
 from isentrope.temperatures import Fitted, InfoScale, LogN, Power
+from isentrope.utils.messages import truncate
 
 DIGITS = 4  # of a fitted value
 CURVE_POINTS = 33  # of a law in closed form
@@ -254,6 +257,26 @@ def make_laws(text: str, knots: tuple[int, ...], layers: int, head_dim: int) -> 
         return TemperatureLaws(base, knots, layers, head_dim)
     initial = _add_closed_law(base, knots[0]) if recipe == base else recipe.fill_train_length(knots[0])
     return NearFarLaws(base, knots, layers, head_dim, initial)
+
+
+def count_most_visible(recipe: Recipe, length: int) -> int:
+    """Count the keys that a query of a text sees at most under a recipe."""
+    if recipe.retrieve is not None:
+        return min(length, recipe.retrieve.count_most_far() + recipe.position.near_window)
+    layout = Layout(1, 1, length, torch.device("cpu"))  # the last query
+    region = band(-inf, 1) if recipe.mask is None else recipe.mask.region(True)
+    return int(layout.count_keys("visible", layout.simplify(region & band(-inf, 1))))
+
+
+def check_laws_act(text: str, train_length: int, length: int) -> None:
+    """Refuse a recipe under which no law has an effect, since no query sees more keys than in training."""
+    most = count_most_visible(parse_recipe(text, train_length=train_length), length)
+    if most <= train_length:
+        raise ValueError(
+            f"recipe: under {truncate(text)} a query sees at most {most} keys, no more than in training "
+            f"({train_length}), so that no law has an effect; extend the model with it as it is, or fit a recipe that "
+            f"sees all of the text, such as rerope:window={train_length // 2}"
+        )
 
 
 def _add_closed_law(base: Recipe, train_length: int) -> Recipe:

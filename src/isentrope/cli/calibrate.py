@@ -94,14 +94,14 @@ def calibrate(
     isentrope calibrate MODEL --data books --recipe rerope:window=4096 --length 4x --budget 10m --save longer
     """
     from isentrope.calibration.calibrate import fit_laws
-    from isentrope.calibration.config import CalibrationConfig
+    from isentrope.calibration.config import CalibrationConfig, choose_fitted_recipe, resolve_train_length
     from isentrope.calibration.passkeys import load_prompt_format
     from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import (
         check_not_extended,
         check_save_folder,
         load_on_device,
-        resolve_auto_for,
+        read_causal_config,
         save_extended,
     )
     from isentrope.evaluation.texts import load_texts
@@ -109,11 +109,15 @@ def calibrate(
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
     texts = require_data(data, more_data)
+    if gguf_file is None:
+        check_not_extended(model, ["a law"])  # one is fitted to the plain model
     tokens = resolve_length(length, model, gguf_file, train_length)
+    model_config = read_causal_config(model, gguf_file)
+    trained = resolve_train_length(train_length, model_config)
     out = out or name_results("calibrate", model, f"{tokens}-{name_recipe(recipe)}", gguf_file)
     config = CalibrationConfig.parse(
         tokens,
-        resolve_auto_for(model, [recipe], tokens, gguf_file)[0],
+        choose_fitted_recipe(recipe, model_config, tokens, trained),
         windows=windows,
         factors=factors,
         levels=levels,
@@ -123,8 +127,6 @@ def calibrate(
         with_retrieval=with_retrieval,
     )
     check_save_folder(save)
-    if gguf_file is None:
-        check_not_extended(model, ["a law"])  # one is fitted to the plain model
     disable_progress_bars()
     documents_read = load_texts(expand_paths(texts), model, gguf_file, tokens, documents)
     split_texts(documents_read, tokens, seed)  # checked before a model is loaded

@@ -43,12 +43,13 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
     return chosen
 
 
-def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe:
+def choose_for_config(config: PreTrainedConfig, length: int | str, train_length: int | None = None) -> AutoRecipe:
     """Choose the recipe of a causal model that is not loaded yet; windows are those that its config states.
 
     Args:
         config: the model's.
         length: tokens to read, or such as "4x" times the training length.
+        train_length: in place of the one that the config states.
     """
     text_config = config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
@@ -58,7 +59,7 @@ def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe
     windows = tuple(window if "sliding" in kind else None for kind in kinds)
     rope = getattr(text_config, "rope_parameters", None)
     facts = ModelFacts(
-        train_length=read_train_length(text_config),
+        train_length=train_length or read_train_length(text_config),
         windows=windows,
         is_rotary=rope is not None,
         has_window_frequencies="sliding_attention" in (rope or {}),
@@ -67,7 +68,11 @@ def choose_for_config(config: PreTrainedConfig, length: int | str) -> AutoRecipe
 
 
 def resolve_auto(
-    recipes: Sequence[str], config: PreTrainedConfig, length: int, notify: Callable[[str], None] = lambda line: None
+    recipes: Sequence[str],
+    config: PreTrainedConfig,
+    length: int,
+    notify: Callable[[str], None] = lambda line: None,
+    train_length: int | None = None,
 ) -> tuple[str, ...]:
     """Replace `auto` among the texts of recipes by what it stands for, so that results name it.
 
@@ -76,12 +81,13 @@ def resolve_auto(
         config: the model's.
         length: tokens to read, where the text itself has none.
         notify: called with the choice and each reason.
+        train_length: in place of the one that the config states.
     """
     resolved = []
     for text in recipes:
         if is_auto(text):
             own = read_auto_length(text, None if ":" in text else length)
-            text, reasons = choose_for_config(config, own)
+            text, reasons = choose_for_config(config, own, train_length)
             for line in (f"auto: {text}", *(f"  {reason}" for reason in reasons)):
                 notify(line)
         resolved.append(text)
