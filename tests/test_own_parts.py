@@ -16,7 +16,7 @@ from isentrope.cli import app
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.parts import Part
 from isentrope.positions.regions import NearAndFar
-from isentrope.recipe import KINDS, OWN_PARTS, PARTS, register_part
+from isentrope.recipe import KINDS, OWN_PARTS, PARTS, hash_own_parts, register_part
 from isentrope.share import Share
 from isentrope.temperatures import Temperature
 from isentrope.training.config import build_config
@@ -169,6 +169,9 @@ def test_refusals():
     class NoKind(Part):
         pass
 
+    class NoDataclass(Temperature):
+        degree: float = 8.0
+
     class ReRoPE(Temperature):
         pass
 
@@ -178,11 +181,42 @@ def test_refusals():
     for part, message in (
         (NoKind, "expected the class of a part"),
         (object(), "expected the class of a part"),
+        (NoDataclass, "expected a dataclass, got .*NoDataclass; put @dataclass below it"),
         (ReRoPE, "expected a name that no other part has, got 'rerope'"),
         (Plain, "expected a name that no other part has, got 'plain'"),
     ):
         with pytest.raises(ValueError, match=message):
             register_part(part)
+
+
+def test_a_class_without_a_file_is_known_by_its_code():
+    """As in a notebook: the same text gives the same hash, another formula or default another one."""
+    text = FILE.replace("import torch", "import torch\nimport inspect")
+
+    def hash_class(source):
+        exec(source, {"__name__": "__main__"})
+        return OWN_PARTS["root"]
+
+    same, again = hash_class(text), hash_class(text)
+    others = [hash_class(text.replace(a, b)) for a, b in (("1 / self", "2 / self"), ("= 8.0", "= 4.0"))]
+    assert same == again and len({same, *others}) == 3
+
+
+def test_what_a_recipe_does_not_name_does_not_count():
+    register_part(Root)
+    assert hash_own_parts("rerope:window=8+root:degree=4").keys() == {"root"}
+    assert not hash_own_parts("rerope:window=8+rooted")
+
+
+def test_files_of_one_name_in_two_folders(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "laws.py").write_text(FILE)
+    (tmp_path / "a" / "laws.py").write_text(FILE.replace("import torch", "import torch, beside_laws"))
+    (tmp_path / "a" / "beside_laws.py").write_text("")
+    options = [word for name in ("a", "b") for word in ("--parts", str(tmp_path / name / "laws.py"))]
+    result = CliRunner().invoke(app, [*options, "recipes"])
+    assert "expected a name that no other part has, got 'root'" in str(result.exception)
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -226,6 +227,21 @@ def test_table_and_figure(tmp_path):
     results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
     assert build_perplexity_table(results).row_count == 3
     assert all(path.stat().st_size > 1000 for path in draw_perplexity(results))
+
+
+def test_a_figure_compares_recipes_on_the_texts_that_all_have_read(tmp_path, monkeypatch):
+    results = measure_perplexity(llama(), "tiny", texts(), CONFIG, tmp_path)
+    stored = json.loads(results.read_text())
+    last = stored["cells"][-1]
+    stored["cells"] = [each for each in stored["cells"] if each != last]
+    results.write_text(json.dumps(summarize_perplexity(stored)))
+    titles = []
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **style: titles.append(text))
+    assert draw_perplexity(results)
+    results.write_text(json.dumps(stored | {"rows": [], "cells": []}))
+    assert not draw_perplexity(results)
+    count = len(stored["texts"]) - 1
+    assert titles == [f"Perplexity by position: tiny, {count} text{'s' if count > 1 else ''}"]
 
 
 def test_bits_a_byte_and_what_a_recipe_costs_inside(tmp_path):

@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from isentrope.cli import app
-from isentrope.evaluation import timing
+from isentrope.evaluation import perplexity, timing
 from isentrope.evaluation.frontier import build_board
+from isentrope.evaluation.perplexity import measure_text
 from isentrope.evaluation.recipe_texts import parse_recipe
 from isentrope.experiments import comparison_runner
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
@@ -113,6 +114,22 @@ def test_breadth_comes_first_and_the_time_is_kept(folder, tmp_path):
     order = [line.split("s  ", 1)[1].split(":")[0] for line in lines[1:-1]]
     firsts = ["modules 1 plain", "modules 1 window", "notes 1 plain", "notes 1 window"]
     assert order == [*firsts, "modules 2 plain", "modules 2 window"]
+
+
+def test_a_kind_of_text_on_which_all_fail(folder, tmp_path, monkeypatch):
+    def measure(model, recipe, text, edges):
+        if kind in text.name:
+            raise RuntimeError("no such kernel")
+        return measure_text(model, recipe, text, edges)
+
+    kind = "notes"
+    monkeypatch.setattr(perplexity, "measure_text", measure)
+    result = invoke(folder, "--only", "perplexity", "--out", str(tmp_path))
+    assert result.exit_code == 1 and "no such kernel" in result.output and "window:size=32" in result.stdout
+    assert not (tmp_path / "small" / "notes" / "perplexity.png").exists()
+    kind = ""  # every one
+    result = invoke(folder, "--only", "perplexity", "--out", str(tmp_path / "none"))
+    assert result.exit_code == 1 and not result.stdout
 
 
 def test_no_time_for_anything_is_no_mistake(folder, tmp_path):

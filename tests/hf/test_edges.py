@@ -202,7 +202,11 @@ def test_a_description_says_which_distances_are_masked():
         ("selfextend:window=32,group=4", 160),  # ⌊159 / 4⌋ + 32 - 8 = 63
         ("leakyrerope:window=32,leak=16", 544),  # 32 + (543 - 32) / 16 < 64
         ("string:shift=32,local=8", 88),  # 87 - 32 + 8 = 63
+        ("selfextend:window=32,group=2+window:size=200", 96),
+        ("selfextend:window=32,group=2+window:size=90", None),  # all distances that are seen are old
+        ("selfextend:window=32,group=2+sink:sinks=4,size=90", 96),
         ("yarn:factor=4", 256),
+        ("yarn:factor=4+window:size=200", None),
         ("rerope:window=32", None),
         ("selfextend:window=32", None),  # by the length of the text
         ("infoscale", None),

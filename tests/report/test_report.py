@@ -81,6 +81,14 @@ def test_best_and_second_by_measured_numbers_with_ties(tmp_path: Path) -> None:
     both = [cell("A", variant, 128, losses[variant], seed=seed) for variant in ("I.S.", "both") for seed in (0, 1)]
     fewer = small(tmp_path / "fewer", [*both, cell("A", "plain", 128, 1.0)])
     assert fewer.ranks(128, "ppl") == {Row("A", "I.S."): 1, Row("A", "both"): 2}  # one seed says little of the mean
+    assert "1 of 2 seeds, and so neither bold nor underlined: A at 128" in tables.list_notes(fewer)
+    others = [cell("A", variant, 256, losses[variant]) for variant in ("I.S.", "both")]
+    broken = cell("A", "plain", 128, seed=1, failed="out of memory")
+    fewer = small(tmp_path / "broken", [*both, *others, cell("A", "plain", 128, 1.0), broken])
+    assert set(fewer.ranks(256, "ppl").values()) == {1, 2}  # all of them have one seed there
+    notes = tables.list_notes(fewer)
+    assert "1 of 2 seeds: A w/ I.S.; A w/ C.S., I.S. at 256" in notes
+    assert "1 of 2 seeds, and so neither bold nor underlined: A at 128" in notes
 
 
 @pytest.mark.parametrize(

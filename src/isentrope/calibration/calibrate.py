@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from isentrope.analysis.observe import entropy_rows
 from isentrope.calibration.config import CalibrationConfig, resolve_train_length
-from isentrope.calibration.laws import Laws, check_laws_act, hash_recipe, make_laws
+from isentrope.calibration.laws import Laws, hash_recipe, make_laws
 from isentrope.calibration.optimize import FitProblem, StopFit, choose_knots, fit_law
 from isentrope.calibration.passkeys import (
     RETRIEVAL_WEIGHT,
@@ -100,9 +100,8 @@ def calibrate(
         texts: files, folders, globs, strings of text, or lists of token ids; two documents or more, and eleven for an
             interval.
         length: tokens read of each document, up to which the law is fitted; "4x" is four times the training length.
-        recipe: what gets the law: "auto", the one chosen for the length, without `retrieve` where no law would have
-            an effect; "plain", the unchanged model; or any other, which may contain {window} and {factor}, and a share
-            law to start from.
+        recipe: what gets the law: "auto", the one chosen for the length, without `retrieve` where no law acts;
+            "plain"; or any other, which may contain {window} and {factor}, and a share law to start from.
         documents: at most this many, the first that are long enough.
         out: a folder for `calibrate.json` and `recipe.txt`, from which the same call resumes; None leaves no files.
         **settings: `windows`, `factors`, `levels`, `budget`, `train_length`, `seed` and `with_retrieval` of
@@ -171,8 +170,6 @@ class _Calibration:
         trained = resolve_train_length(config.train_length, model.config)
         if config.length <= trained:
             raise ValueError(f"length: expected more than {trained}, the training length, got {config.length}")
-        for text in config.recipes:
-            check_laws_act(text, trained, config.length)
         self.model, self.config, self.out, self.notify, self.trained = model, config, out, notify, trained
         self.fitting, self.held_out = split_texts(texts, config.length, config.seed)
         self.knots = choose_knots(trained, config.length)

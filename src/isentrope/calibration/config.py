@@ -86,7 +86,7 @@ class CalibrationConfig:
         """Build as `parse` does, with "4x" and `auto` resolved by a model's config; None for GAU-α."""
         trained = resolve_train_length(values.get("train_length"), model)
         tokens = parse_longer_length(length, trained)
-        return cls.parse(tokens, choose_fitted_recipe(recipe, model, tokens, trained), **values)
+        return cls.parse(tokens, choose_fitted_recipe(recipe, model, tokens, values.get("train_length")), **values)
 
     @property
     def recipes(self) -> list[str]:
@@ -112,17 +112,18 @@ def resolve_train_length(given: int | None, model: PreTrainedConfig | None) -> i
     return trained
 
 
-def choose_fitted_recipe(recipe: str, model: PreTrainedConfig | None, length: int, train_length: int) -> str:
+def choose_fitted_recipe(recipe: str, model: PreTrainedConfig | None, length: int, train_length: int | None) -> str:
     """Replace `auto` by what it stands for, with all far keys in sight where no law acts on those it chooses.
 
     Args:
         recipe: the text of one.
         model: its config; None for GAU-α.
         length: tokens read of each document.
-        train_length: of the model.
+        train_length: in place of the one in the config.
     """
     if model is None or not is_auto(recipe):
         return recipe
+    train_length = resolve_train_length(train_length, model)
     (text,) = resolve_auto([recipe], model, length, train_length=train_length)
     chosen = parse_recipe(text, train_length=train_length)
     if chosen.retrieve is None or count_most_visible(chosen, length) > train_length:

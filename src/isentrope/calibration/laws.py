@@ -249,6 +249,7 @@ def make_laws(text: str, knots: tuple[int, ...], layers: int, head_dim: int) -> 
         head_dim: of the model.
     """
     recipe = parse_recipe(text, train_length=knots[0])
+    _check_laws_act(text, recipe, knots[0], knots[-1])
     if recipe.position is not None:
         recipe = replace(recipe, position=recipe.position.resolve(knots[0]))
     base = replace(recipe, temperature=None, share=None)
@@ -268,9 +269,9 @@ def count_most_visible(recipe: Recipe, length: int) -> int:
     return int(layout.count_keys("visible", layout.simplify(region & band(-inf, 1))))
 
 
-def check_laws_act(text: str, train_length: int, length: int) -> None:
+def _check_laws_act(text: str, recipe: Recipe, train_length: int, length: int) -> None:
     """Refuse a recipe under which no law has an effect, since no query sees more keys than in training."""
-    most = count_most_visible(parse_recipe(text, train_length=train_length), length)
+    most = count_most_visible(recipe, length)
     if most <= train_length:
         raise ValueError(
             f"recipe: under {truncate(text)} a query sees at most {most} keys, no more than in training "

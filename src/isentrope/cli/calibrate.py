@@ -94,7 +94,7 @@ def calibrate(
     isentrope calibrate MODEL --data books --recipe rerope:window=4096 --length 4x --budget 10m --save longer
     """
     from isentrope.calibration.calibrate import fit_laws
-    from isentrope.calibration.config import CalibrationConfig, choose_fitted_recipe, resolve_train_length
+    from isentrope.calibration.config import CalibrationConfig, choose_fitted_recipe
     from isentrope.calibration.passkeys import load_prompt_format
     from isentrope.calibration.select import split_texts
     from isentrope.evaluation.loading import (
@@ -105,6 +105,7 @@ def calibrate(
         save_extended,
     )
     from isentrope.evaluation.texts import load_texts
+    from isentrope.recipe.auto import is_auto
     from isentrope.report.figures.calibration import draw_calibration
     from isentrope.report.tables.calibration import build_calibration_table, build_card_rows
 
@@ -112,12 +113,11 @@ def calibrate(
     if gguf_file is None:
         check_not_extended(model, ["a law"])  # one is fitted to the plain model
     tokens = resolve_length(length, model, gguf_file, train_length)
-    model_config = read_causal_config(model, gguf_file)
-    trained = resolve_train_length(train_length, model_config)
+    model_config = read_causal_config(model, gguf_file) if is_auto(recipe) else None
     out = out or name_results("calibrate", model, f"{tokens}-{name_recipe(recipe)}", gguf_file)
     config = CalibrationConfig.parse(
         tokens,
-        choose_fitted_recipe(recipe, model_config, tokens, trained),
+        choose_fitted_recipe(recipe, model_config, tokens, train_length),
         windows=windows,
         factors=factors,
         levels=levels,

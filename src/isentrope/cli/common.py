@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,10 @@ def _import_file(path: Path) -> None:
     if not path.is_file():
         print_error(f"parts: expected a Python file, got {str(path)!r}, which is not there")
         raise typer.Exit(2)
-    name = f"isentrope_parts_{path.stem}"
+    place = path.resolve()
+    name = f"isentrope_parts_{place.stem}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+    if str(place.parent) not in sys.path:
+        sys.path.append(str(place.parent))  # files beside it can be imported
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up

@@ -185,7 +185,8 @@ class ResultsStore:
     def __init__(self, folder: Path | None, schema: Schema, head: Mapping[str, Any]) -> None:
         self.schema = schema
         self.path = folder and folder / schema.file
-        self.head: dict[str, Any] = json.loads(json.dumps(head)) | hash_parts()
+        self.head: dict[str, Any] = json.loads(json.dumps(head))
+        self.head |= hash_parts(self.head["config"])
         self.earlier = self._read_earlier()
         if self.earlier:
             earlier, config = self.earlier["config"], self.head["config"]
@@ -219,11 +220,17 @@ class ResultsStore:
             write_results(self.path, results, self.schema.ensure_ascii)
 
 
-def hash_parts() -> dict[str, dict[str, str]]:
-    """Return what a results file says of the files that define parts of a user's own; nothing without such parts."""
-    from isentrope.recipe import OWN_PARTS  # imports PyTorch, which reports do without
+def hash_parts(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return what a results file says of the files that define parts of a user's own; nothing without such parts.
 
-    return {"parts": dict(OWN_PARTS)} if OWN_PARTS else {}
+    Args:
+        config: with the recipes measured, by which the parts are chosen; all parts where it names no recipes.
+    """
+    from isentrope.recipe import OWN_PARTS, hash_own_parts  # imports PyTorch, which reports do without
+
+    recipes = config.get("recipes") or config.get("recipe")
+    parts = hash_own_parts(json.dumps(recipes)) if recipes else dict(OWN_PARTS)
+    return {"parts": parts} if parts else {}
 
 
 def find_conflicts(earlier: Mapping[str, Any], now: Mapping[str, Any], fields: Collection[str]) -> list[str]:

@@ -127,7 +127,7 @@ def run_comparison(
     def report(line: str) -> None:
         notify(f"{time.monotonic() - start:7.1f} s  {line}")
 
-    _check_parts(out / plan.name)
+    _check_parts(plan, out / plan.name)
     inputs = ComparisonInputs(plan, model, texts, workers)
     try:
         loaded = load_on_device(model, dtype=plan.dtype).eval()
@@ -152,7 +152,8 @@ def run_comparison(
 def has_results(folder: Path) -> bool:
     """Return whether anything of a comparison is measured."""
     files = (f"*/{PERPLEXITY.file}", f"*/{RETRIEVAL.file}", TIMES.file)
-    return any(path for pattern in files for path in folder.glob(pattern))
+    results = (read_if_whole(path, "cells") for pattern in files for path in folder.glob(pattern))
+    return any(each and each["cells"] for each in results)
 
 
 def _explain_refusal(model: PreTrainedModel, recipe: str) -> str | None:
@@ -164,11 +165,11 @@ def _explain_refusal(model: PreTrainedModel, recipe: str) -> str | None:
         return shorten(str(error), MAX_MESSAGE_CHARACTERS, placeholder=" …")
 
 
-def _check_parts(folder: Path) -> None:
+def _check_parts(plan: ComparisonPlan, folder: Path) -> None:
     """Refuse to add to results that were measured under other versions of a user's own parts."""
     path = folder / COMPARISON_FILE
     earlier = read_if_whole(path, "recipes") or {}
-    if conflicts := find_conflicts(earlier, hash_parts(), ("parts",)):
+    if conflicts := find_conflicts(earlier, hash_parts({"recipes": plan.recipes}), ("parts",)):
         raise ValueError(f"{path}: holds another comparison {describe_difference(conflicts)}")
 
 
@@ -190,7 +191,7 @@ def _write_comparison(plan: ComparisonPlan, reasons: dict[str, str | None], fold
         "ceiling": plan.retrieval.ceiling if plan.retrieval else earlier.get("ceiling"),
         "plan": asdict(plan),
     }
-    if parts := earlier.get("parts", {}) | hash_parts().get("parts", {}):
+    if parts := earlier.get("parts", {}) | hash_parts({"recipes": plan.recipes}).get("parts", {}):
         record["parts"] = parts
     write_results(path, record)
 

@@ -196,17 +196,20 @@ def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained
 
 
 def _find_reach(method: Position | None, layer: Layer, region: Region, info: LayerInfo, trained: int) -> int | None:
-    """Find the longest text in which no distance is longer than in training."""
+    """Find the longest text in which no distance is longer than in training; None where all texts are such."""
     position = layer.recipe.position
+    bounds = [-span.low for span in region.spans]  # how far behind a query keys are seen
     if position is None:  # the method is in the model's own frequencies
         factor = getattr(method, "factor", None)
-        return None if factor is None else int(factor * trained)
+        longest = None if factor is None else int(factor * trained)
+        return longest if longest is not None and max(bounds, default=0) >= longest else None
     if not isinstance(method, PositionMap) or position.depends_on_row_length:
         return None
 
     def is_new(length: int) -> bool:
-        distance = _compute_distance(layer, region, length - 1, info, length - 1)
-        return isinstance(distance, float) and distance >= trained
+        farthest = {int(min(length - 1, bound)) for bound in (length - 1, *bounds)}
+        distances = [_compute_distance(layer, region, behind, info, length - 1) for behind in farthest]
+        return any(isinstance(distance, float) and distance >= trained for distance in distances)
 
     longest = bisect_left(range(1, DEPTH + 1), True, key=is_new)
     return longest if longest < DEPTH else None

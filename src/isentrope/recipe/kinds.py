@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import re
 from pathlib import Path
-from typing import TypeVar
+from types import CodeType
+from typing import Any, TypeVar
 
 from isentrope import masks, positions, scores, temperatures
 from isentrope.core.caching import clear_caches
@@ -39,7 +40,7 @@ PARTS = {part.name(): (kind, part) for kind, parts in KINDS.items() for part in 
 PLAIN = "plain"
 LAYERS = "layers"  # begins the text of a recipe per layer
 RESERVED = (PLAIN, LAYERS, "auto", "name")
-OWN_PARTS: dict[str, str] = {}  # of each part of a user's own its name, and a hash of the file that defines it
+OWN_PARTS: dict[str, str] = {}  # of each part of a user's own its name, and a hash of what defines it
 
 
 def register_part(part: P) -> P:
@@ -48,8 +49,8 @@ def register_part(part: P) -> P:
     Decorate the class with it, in a file that is imported before the name is read; commands run one with `--parts`.
 
     Args:
-        part: a dataclass: a `Position`, `Mask` or `Score`, or a `Part` with the method `scale` of a temperature or
-            `bias` of a share law. Its name is the class name in lower case.
+        part: a dataclass: a `Position`, `Temperature`, `Mask`, `Score` or `Share`. Its name is the class name in lower
+            case.
 
     Returns:
         The class.
@@ -60,11 +61,15 @@ def register_part(part: P) -> P:
     kind = _find_kind(part)
     if kind is None:
         raise ValueError(f"register_part: expected the class of a part, such as a position, got {format_value(part)}")
+    if "__dataclass_fields__" not in vars(part) and vars(part).get("__annotations__"):
+        raise ValueError(f"register_part: expected a dataclass, got {part.__qualname__}; put @dataclass below it")
     name = part.name()
     known = PARTS.get(name, (kind, part))[1]
     if name in RESERVED or (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
         raise ValueError(f"register_part: expected a name that no other part has, got {name!r}; rename the class")
-    KINDS[kind] = (*(each for each in KINDS[kind] if each.name() != name), part)
+    for each, parts in KINDS.items():
+        KINDS[each] = tuple(one for one in parts if one.name() != name)
+    KINDS[kind] = (*KINDS[kind], part)
     PARTS[name] = kind, part
     OWN_PARTS[name] = _hash_source(part)
     clear_caches()  # texts that were parsed to an earlier version of the class
@@ -81,15 +86,31 @@ def _find_kind(part: object) -> str | None:
     """Return the kind of a part's class; None where it is not one."""
     if not isinstance(part, type) or not issubclass(part, Part):
         return None
-    bases = {"position": positions.Position, "mask": masks.Mask, "score": scores.Score}
-    kind = next((kind for kind, base in bases.items() if issubclass(part, base)), None)
-    return kind or ("temperature" if hasattr(part, "scale") else "share" if hasattr(part, "bias") else None)
+    bases: dict[str, type[Part]] = {
+        "position": positions.Position,
+        "temperature": temperatures.Temperature,
+        "mask": masks.Mask,
+        "score": scores.Score,
+        "share": Share,
+    }
+    return next((kind for kind, base in bases.items() if issubclass(part, base)), None)
 
 
 def _hash_source(part: type) -> str:
-    """Return a hash of the file that defines a class, or of its name where there is none, as in a terminal."""
+    """Return a hash of the file that defines a class; of its code where there is none, as in a notebook."""
     try:
         content = Path(str(inspect.getsourcefile(part))).read_bytes()
     except (TypeError, OSError):
-        content = part.__qualname__.encode()
+        own = [each for each in part.__mro__ if each.__module__ == part.__module__]
+        content = repr([_describe_code(value) for each in own for value in vars(each).values()]).encode()
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _describe_code(value: Any) -> Any:
+    """Return what an attribute of a class computes: the code of functions, and values of options."""
+    if isinstance(value, property | staticmethod | classmethod):
+        value = getattr(value, "fget", None) or getattr(value, "__func__", None)
+    code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+    if code is not None:
+        return code.co_code, code.co_names, [_describe_code(each) for each in code.co_consts]
+    return value if isinstance(value, int | float | str | tuple) else None

@@ -185,6 +185,10 @@ class Grid:
         cells = self.cells_by_seed.get((row, length), {})
         return {seed: reason for seed, cell in cells.items() if (reason := get_failure(cell)) is not None}
 
+    def count_most_seeds(self, length: int) -> int:
+        """Count the seeds of the row that has most at a length; rows with fewer have no rank."""
+        return max((len(self._measured_cells(row, length)) for row in self.plan.rows), default=0)
+
     def ranks(self, length: int, metric: str) -> dict[Row, int]:
         """Rank the best rows 1 and the second best 2, ties alike; rows with fewer seeds than others have no rank."""
         values = {row: value for row in self.plan.rows if (value := self.value(row, length, metric))}

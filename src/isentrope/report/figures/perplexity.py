@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from isentrope.evaluation.frontier import KindLosses
 from isentrope.evaluation.results import read_results
 from isentrope.report.figures.style import COLOURS, DASHES, DOTS, INK, RC_PARAMS, save_figure
 from isentrope.utils.files import RERUN_REMEDY
@@ -28,10 +29,13 @@ def draw_perplexity(results: Path) -> list[Path]:
     """Draw perplexity against position for each recipe of `perplexity.json`, beside it: all, and those that hold.
 
     A colour (and, when colours run out, a marker) stands for a position method, a dash pattern for temperatures
-    and a share law.
+    and a share law. Where a run was stopped, recipes are compared on the texts that all of them have read; there is no
+    figure without one.
     """
     data = read_results(results, RERUN_REMEDY)
-    edges, rows = data["config"]["edges"], data["rows"]
+    edges, rows = data["config"]["edges"], _select_rows(data)
+    if not rows:
+        return []
     middles = [(a + b) / 2 for a, b in pairwise(edges)]
     methods: dict[str, tuple[str, str]] = {}
     temperatures: dict[str, Any] = {}
@@ -72,6 +76,21 @@ def draw_perplexity(results: Path) -> list[Path]:
         handles += [Line2D([], [], color=INK, linestyle=line, label=name) for name, line in temperatures.items()]
         right.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         return save_figure(figure, results.with_suffix(""))
+
+
+def _select_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return perplexity by recipe, over the same texts for all."""
+    rows: list[dict[str, Any]] = data["rows"]
+    if len({row["texts"] for row in rows}) < 2:
+        return rows
+    named = {text["sha256"] for text in data["texts"]}  # a file may hold others from before
+    losses = KindLosses(data | {"cells": [cell for cell in data["cells"] if cell["text"] in named]})
+    selected = []
+    for recipe in losses.losses if losses.texts else ():
+        means = [losses.mean(recipe, bucket) for bucket in range(len(losses.counts))]
+        perplexity = [exp(mean) for mean in means if mean is not None]
+        selected.append({"recipe": recipe, "texts": len(losses.texts), "perplexity": perplexity})
+    return selected
 
 
 def _split_recipe(recipe: str) -> tuple[str, str]:

@@ -147,32 +147,35 @@ def list_notes(grid: Grid) -> list[str]:
     # rows with the same failure at the same lengths share a note
     failures: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Row]] = {}
     missing = 0
-    fewer: dict[tuple[int, tuple[int, ...]], list[Row]] = {}  # rows by the number of seeds and the lengths
+    fewer: dict[tuple[int, bool, tuple[int, ...]], list[Row]] = {}  # by seeds, whether rows are ranked, and lengths
     for row in plan.rows:
         reasons: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        counts: dict[int, list[int]] = {}
+        counts: dict[tuple[int, bool], list[int]] = {}
         for length in plan.lengths:
             cells, failed = grid.cells_by_seed.get((row, length), {}), grid.failures(row, length)
             missing += not cells
             for reason in dict.fromkeys(failed.values()):
                 seeds = tuple(sorted(seed for seed, why in failed.items() if why == reason))
                 reasons.setdefault((reason, seeds), []).append(length)
-            if cells and not failed and len(cells) < len(grid.seeds):
-                counts.setdefault(len(cells), []).append(length)
+            count = len(cells) - len(failed)
+            ranked = count == grid.count_most_seeds(length)
+            if count and (count < len(grid.seeds) if not failed else not ranked):
+                counts.setdefault((count, ranked), []).append(length)
         for (reason, seeds), lengths in reasons.items():
             failures.setdefault((reason, seeds, tuple(lengths)), []).append(row)
-        for count, lengths in counts.items():
-            fewer.setdefault((count, tuple(lengths)), []).append(row)
+        for (count, ranked), lengths in counts.items():
+            fewer.setdefault((count, ranked, tuple(lengths)), []).append(row)
     notes = []
     for (reason, seeds, lengths_failed), rows in failures.items():
         some = len(seeds) < len(grid.seeds)
         which = f", seed {', '.join(map(str, seeds))} alone" if some else ""
         names = "; ".join(row.label for row in rows)
         notes.append(f"{FAILED_TEXT} {names} at {', '.join(map(str, lengths_failed))}{which}: failed, {reason}")
-    for (count, lengths_measured), rows in fewer.items():
+    for (count, ranked, lengths_measured), rows in fewer.items():
         where = "" if lengths_measured == tuple(plan.lengths) else f" at {', '.join(map(str, lengths_measured))}"
         names = "; ".join(row.label for row in rows)
-        notes.append(f"{count} of {len(grid.seeds)} seeds, and so neither bold nor underlined: {names}{where}")
+        unranked = "" if ranked else ", and so neither bold nor underlined"
+        notes.append(f"{count} of {len(grid.seeds)} seeds{unranked}: {names}{where}")
     if missing:
         total = len(plan.rows) * len(plan.lengths)
         notes.append(f"Empty: not measured yet ({missing} of {total} cells).")
