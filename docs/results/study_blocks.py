@@ -190,32 +190,38 @@ def render_other_texts() -> str:
         for text, folder in TEXTS.items()
     }
     grids = {text: load_grid(folder) for text, folder in TEXTS.items()}
-    lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} | so in |", "|---" * (len(claims) + 2) + "|"]
+    lines = [f"| ACC at {LENGTH} | {' | '.join(claims)} | pre-trainings that agree |", "|---" * (len(claims) + 2) + "|"]
     for claim in grids["code"].plan.metadata["claims"]:
         name = claim["text"]
-        cells = [_format_claim(claims[text].get(name), len(grid.seeds)) for text, grid in grids.items()]
+        cells = [_format_claim(claims[text].get(name), claim, grid) for text, grid in grids.items()]
         lines.append(f"| {name} | {' | '.join(cells)} | {_count_agreeing(claim, list(grids.values()))} |")
     return "".join(f"{line}\n" for line in lines).replace("-0.", "−0.")
 
 
-def _format_claim(claim: dict[str, Any] | None, seeds: int) -> str:
-    if claim is None or not claim["numbers"]:
-        return "–"
+def _format_claim(claim: dict[str, Any] | None, registered: dict[str, Any], grid: Grid) -> str:
+    """Format a claim as one corpus has it, where it was registered and measured there."""
+    if claim is None:
+        return "not registered"
+    if not claim["numbers"]:
+        return "one pre-training" if len(_list_differences(registered, grid)) == 1 else "–"
     (number,) = claim["numbers"]
-    fewer = "" if claim["seeds"] == seeds else f", {claim['seeds']} pre-trainings"
+    fewer = "" if claim["seeds"] == len(grid.seeds) else f", {claim['seeds']} pre-trainings"
     interval = f"{number['difference']:+.3f} ({number['low']:+.3f} to {number['high']:+.3f})"
     return f"{interval}, **{claim['verdict']}**{fewer}"
 
 
 def _count_agreeing(claim: dict[str, Any], grids: list[Grid]) -> str:
     """Count the pre-trainings of all texts whose own difference is what a claim says: above zero, or within ± 0.01."""
-    this, than = (Row(claim[name]["method"], claim[name]["variant"]) for name in ("this", "than"))
-    differences = []
-    for grid in grids:
-        better, worse = (grid.cells_by_seed.get((row, LENGTH), {}) for row in (this, than))
-        differences += [better[seed]["acc"] - worse[seed]["acc"] for seed in better.keys() & worse.keys()]
+    differences = [difference for grid in grids for difference in _list_differences(claim, grid)]
     agree = [abs(x) <= DEFAULT_MARGIN if claim["kind"] == "equivalent" else x > 0 for x in differences]
     return f"{sum(agree)} of {len(agree)}"
+
+
+def _list_differences(claim: dict[str, Any], grid: Grid) -> list[float]:
+    """List the difference of each pre-training that has both rows of a claim."""
+    this, than = (Row(claim[name]["method"], claim[name]["variant"]) for name in ("this", "than"))
+    better, worse = (grid.cells_by_seed.get((row, LENGTH), {}) for row in (this, than))
+    return [better[seed]["acc"] - worse[seed]["acc"] for seed in better.keys() & worse.keys()]
 
 
 def render_accuracy_by_text() -> str:

@@ -28,9 +28,9 @@ from isentrope.utils.files import write_atomically
 
 CAPTION = (
     "Sorted by perplexity in the last bucket; above: how much higher it is than the first recipe's, with a 95 % "
-    "interval paired over texts; ratio: of it to the plain model's inside its training length; inside: change there, "
-    f"too much above {MAX_DEGRADATION_PERCENT} %; cost: time of a pass, relative to the plain model's; of answers, "
-    "where they were asked for, the 95 % interval."
+    "interval paired over texts; ratio: perplexity relative to the plain model's inside its training length; inside: "
+    f"change there, too much above {MAX_DEGRADATION_PERCENT} %; cost: time of a pass, relative to the plain model's; "
+    "answers: found, with a 95 % interval."
 )
 
 
