@@ -62,7 +62,8 @@ pytest: $(READY) $(COMPILED)  ## the tests without the site and the interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 interpreted: $(READY) $(COMPILED)  ## the kernels of a GPU, in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(INTERPRETERS) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
+	@# one process needs no worker beside it, which would import all of it again
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest $(if $(filter 1,$(INTERPRETERS)),,-n $(INTERPRETERS)) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
 
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -288,10 +288,9 @@ def test_band_interpreted(text, causal, setting):
 
 
 @interprets
-@pytest.mark.parametrize("text", FAR)
-def test_band_backward_interpreted(text):
-    for setting in (SQUARE, NARROW):
-        check_gradients(text, shortened(setting, text), True, torch.float32, "cpu", "band")
+@pytest.mark.parametrize(("text", "setting"), in_turns(FAR, (SQUARE, NARROW)), ids=str)
+def test_band_backward_interpreted(text, setting):
+    check_gradients(text, shortened(setting, text), True, torch.float32, "cpu", "band")
 
 
 @interprets

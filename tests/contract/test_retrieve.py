@@ -18,6 +18,7 @@ from isentrope.core import switches
 from tests.contract.matrix import FAR_LAWS, FAR_POSITIONS, RETRIEVES, SCORES, SETTINGS, Setting, build, run
 from tests.contract.test_fast import error, hopper, interprets
 from tests.contract.test_matrix import check
+from tests.fixtures.turns import in_turns
 
 # DualChunk, and a tail of LaMPE, have far keys of several kinds, which are refused
 ONE_WINDOW = tuple(text for text in FAR_POSITIONS if "chunk=" not in text and "tail=4" not in text)
@@ -74,9 +75,10 @@ def check_kernel(text, setting, dtype, device):
 
 @interprets
 @pytest.mark.parametrize(
-    "setting", [Setting(70, 110, batch=1, heads=6, d=32, dv=32), Setting(1, 150, d=32, dv=64)], ids=str
+    ("text", "setting"),
+    in_turns(KERNEL_TEXTS, (Setting(70, 110, batch=1, heads=6, d=32, dv=32), Setting(1, 150, d=32, dv=64))),
+    ids=str,
 )
-@pytest.mark.parametrize("text", KERNEL_TEXTS)
 def test_kernel_interpreted(text, setting, monkeypatch):
     monkeypatch.setattr(switches, "_on", switches.DEFAULTS - {switches.ONE_QUERY})  # which has tests of its own
     check_kernel(text, setting, torch.float32, "cpu")

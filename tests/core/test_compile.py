@@ -111,7 +111,7 @@ def test_numbers_of_laws_by_distance_are_no_arguments_of_graphs(monkeypatch):
             "rerope:window=4+power:train_length=8,keys=far+share:beta=(0.5,1,2,0)", "flex", marks=pytest.mark.slow
         ),
         pytest.param("selfextend:window=4,group=2+sink:sinks=2,size=9", "sdpa", marks=pytest.mark.slow),
-        ("dualchunk:chunk=6,local=2", "sdpa"),
+        pytest.param("dualchunk:chunk=6,local=2", "sdpa", marks=pytest.mark.slow),
         pytest.param("alibi+window:size=9", "chunked", marks=pytest.mark.slow),
         ("alibi+window:size=9", "flex"),
     ],
@@ -124,7 +124,7 @@ def test_the_compiled_path_of_a_gpu_gives_the_same_on_a_cpu(recipe, backend, who
     """
     recipe = ise.Recipe.parse(recipe)
     run = partial(ise.attention, recipe=recipe, causal=True, backend=backend, return_entropy=True)
-    settings = [(12, 12, False), (1, 30, False), (12, 12, True), (150, 300, False), (200, 200, True)]
+    settings = [(1, 30, False), (12, 12, True), (150, 300, False)]
     if whole:
         sizes = ((12, 12), (1, 30), (200, 200), (150, 300))
         settings = [(n, keys, grad) for n, keys in sizes for grad in (False, True)]

@@ -124,7 +124,11 @@ def test_generate_compiles_with_a_static_cache(recipe, backend):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["selfextend:window=32,group=4", "yarn:factor=4", pytest.param(NEAR_AND_FAR, marks=pytest.mark.slow)]
+    "recipe",
+    [
+        "selfextend:window=32,group=4",
+        *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("yarn:factor=4", NEAR_AND_FAR)),
+    ],
 )
 def test_packed_rows(recipe):
     model, ids = extended(recipe), tokens(1, 100)
@@ -150,8 +154,9 @@ def test_positions_that_jump_are_not_taken_for_others():
 @pytest.mark.parametrize(
     ("recipe", "marked"),
     [
-        ("rerope:window=32", True),
-        *(pytest.param(recipe, False, marks=pytest.mark.slow) for recipe in ("rerope:window=32", NEAR_AND_FAR)),
+        ("infoscale", True),
+        *(pytest.param("rerope:window=32", marked, marks=pytest.mark.slow) for marked in (False, True)),
+        pytest.param(NEAR_AND_FAR, False, marks=pytest.mark.slow),
     ],
 )
 def test_lengths_that_change_do_not_compile_for_ever(recipe, marked):
@@ -225,8 +230,8 @@ def test_layers_share_masks_angles_and_laws(recipe, training, plain):
 
 def test_layers_of_several_kinds():
     """Each takes what layers like it share: recipes differ, and so do frequencies and the positions of keys."""
-    recipe = "layers:0,2=rerope:window=32+share:beta=0.5;1=sink:sinks=4,size=24;*=plain"
-    model, ids = extended(recipe, layers=4), tokens(2, 90)
+    recipe = "layers:0,2=rerope:window=32+share:beta=0.5;1=sink:sinks=4,size=24"
+    model, ids = extended(recipe, layers=3), tokens(2, 90)
     fast, counter = compiled(model, "eager")
     with torch.no_grad():
         for batch in (ids, tokens(2, 90, seed=1)):

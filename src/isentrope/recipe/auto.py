@@ -107,7 +107,7 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     if refusal is None and most <= trained - window:
         del parts["share"]
         others.append(f"no share: a query sees at most {most} far keys, and was trained with {trained - window}")
-    others.append("no temperature: near attention stays as it was trained, and far attention does without one under this recipe")
+    others.append("no temperature: near attention stays as it was trained, and far attention does without")
     if any(window is not None for window in model.windows):
         others.append("layers with a window of their own keep it")
     return AutoRecipe("+".join(parts), (*(f"{part}: {reason}" for part, reason in parts.items()), *others))
