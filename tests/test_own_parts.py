@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -165,6 +167,23 @@ def test_a_share_law_of_ones_own_acts_on_chosen_keys():
     assert (outputs[0] - outputs[2]).abs().max() > 0.1
 
 
+def test_parts_with_the_method_alone_extend_a_model_and_are_described():
+    @dataclass(frozen=True)
+    class Warm(Part):
+        def scale(self, n, head_dim):
+            return torch.full_like(n, 1.5)
+
+    @dataclass(frozen=True)
+    class Strict(Part):
+        def bias(self, n_far):
+            return torch.full_like(n_far, -5.0)
+
+    model = AutoModelForCausalLM.from_pretrained(LLAMA, dtype="float32")
+    recipe = ise.Recipe(position=ise.ReRoPE(64), temperature=Warm(), share=Strict())
+    description = str(ise.describe(ise.extend(model, recipe)))
+    assert "1024→1.5" in description and "1024→-5" in description
+
+
 def test_refusals():
     class NoKind(Part):
         pass
@@ -189,16 +208,17 @@ def test_refusals():
             register_part(part)
 
 
-def test_a_class_without_a_file_is_known_by_its_code():
+def test_a_class_without_a_file_is_known_by_its_code(monkeypatch):
     """As in a notebook: the same text gives the same hash, another formula or default another one."""
-    text = FILE.replace("import torch", "import torch\nimport inspect")
+    notebook = ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
 
     def hash_class(source):
-        exec(source, {"__name__": "__main__"})
+        exec(source, vars(notebook))
         return OWN_PARTS["root"]
 
-    same, again = hash_class(text), hash_class(text)
-    others = [hash_class(text.replace(a, b)) for a, b in (("1 / self", "2 / self"), ("= 8.0", "= 4.0"))]
+    same, again = hash_class(FILE), hash_class(FILE)
+    others = [hash_class(FILE.replace(a, b)) for a, b in (("1 / self", "2 / self"), ("= 8.0", "= 4.0"))]
     assert same == again and len({same, *others}) == 3
 
 

@@ -276,8 +276,9 @@ def _compute_tau(layer: Layer, law: Any, region: Region, n: int, head_dim: int) 
     if law is None:
         return (1.0,)
     layout = Layout(1, 1, n, torch.device("cpu"))
-    count = layout.count_keys(law.count, layout.simplify(region))
-    if law.count == "visible":
+    kind = getattr(law, "count", "visible")
+    count = layout.count_keys(kind, layout.simplify(region))
+    if kind == "visible":
         count = count - _count_hidden(layer, layout)
     count = count[:, None].float()
     with torch.no_grad():

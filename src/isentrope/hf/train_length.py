@@ -90,7 +90,8 @@ def _find_other_lengths(recipe: Recipe, config: PreTrainedConfig, trained: int) 
         yield f"and {truncate(str(part))} is for {length}; {fix}, {CONFIG_IS_WRONG}"
     if others:
         return
-    references = {one.share.reference: one.share for one in recipe.recipes if one.share is not None}
+    shares = [one.share for one in recipe.recipes if one.share is not None]
+    references = {getattr(share, "reference", None): share for share in shares}
     for reference, share in references.items():
         if reference is not None and reference > max(stated):
             yield f"and no query saw the {reference} keys of {truncate(str(share))}; leave reference out"
