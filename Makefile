@@ -58,12 +58,11 @@ test: $(SITE_READY)  ## every test that runs on this machine
 
 pytest: $(READY) $(COMPILED)  ## the tests without the site and the interpreter
 	@# one thread a worker: two workers with two threads each wait for each other
-	@# in the order of conftest.py, the longest files first: by itself, xdist starts with those of the most tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@# in the order of conftest.py, the longest files first
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes 2
 
 interpreted: $(READY) $(COMPILED)  ## the kernels of a GPU, in Triton's interpreter
-	@# one process needs no worker beside it, which would import all of it again
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest $(if $(filter 1,$(INTERPRETERS)),,-n $(INTERPRETERS)) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes $(INTERPRETERS) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/hf/test_packed_steps.py
 
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -32,13 +32,20 @@ WORDS = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--processes", type=int, default=1, help="Run files side by side, in copies of this process.")
+
+
 def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):  # the process that hands out tests needs neither torch nor this
         return
     gc.disable()  # until all is imported, which leaves no garbage
     import torch
 
-    if hasattr(config, "workerinput"):  # workers share the cores already
+    if config.getoption("processes") > 1 and torch.cuda.is_available():
+        print("--processes: a copy of a process cannot use a GPU, so there is one process; -n makes several")
+        config.option.processes = 1
+    if hasattr(config, "workerinput") or config.getoption("processes") > 1:  # they share the cores already
         torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.fixtures.interpreter import shorten_interpreter
@@ -83,6 +90,15 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # what extension modules count at the end is not taken for a leak
+
+
+def pytest_runtestloop(session):
+    count = session.config.getoption("processes")
+    if count == 1 or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest's own
+    from tests.fixtures.processes import run_in_processes
+
+    return run_in_processes(session, count)
 
 
 def pytest_runtest_setup(item):
