@@ -21,11 +21,15 @@ def pytest_runtestloop(session):
     return run_in_processes(session, 2)
 """
 PASSING = """
+import logging
 import pytest
+
+logging.basicConfig()  # a handler with the stream that there is while tests are collected
 
 @pytest.mark.parametrize("n", range(3))
 def test_passes(n, tmp_path, made_once):
     print("seen nowhere")
+    logging.error("nor this")
     (tmp_path / "file").write_text(str(n))
 
 def test_is_skipped():
@@ -49,7 +53,7 @@ def run(tmp_path):
 
 def test_all_files_run(run):
     status, output = run(a=PASSING, b=PASSING, c=PASSING)
-    assert status == 0 and "9 passed, 3 skipped" in output and "seen nowhere" not in output
+    assert status == 0 and "9 passed, 3 skipped" in output and "seen nowhere" not in output and "nor this" not in output
 
 
 def test_a_failure_is_reported_as_usual(run):

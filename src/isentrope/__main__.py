@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 
 from isentrope.utils.extras import MissingExtraError, name_missing_extras
 
@@ -12,6 +13,9 @@ def main() -> None:
     """Run the command line; exit with status 2 and one line if the extra `cli` is not installed."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries are for terminals, not for logs
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an encoding without Greek letters ends no command
     try:
         with name_missing_extras():
             from isentrope.cli import app

@@ -105,3 +105,11 @@ def test_what_texts_may_be(tmp_path):
 def test_what_cannot_be_compared(arguments, message):
     with pytest.raises(ValueError, match=message):
         evaluate(llama(), tokens(2, 120).tolist(), *arguments)
+
+
+def test_a_text_given_twice_counts_once():
+    """Twice, it would narrow intervals, and recipes would seem to have failed on one of the two."""
+    rows = [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9, 9, 9, 9]]
+    with pytest.warns(UserWarning, match="is left out: the same text as"):
+        actual = collect_texts(rows, "", 4, 3)
+    assert [text.tokens[0] for text in actual] == [1, 5, 9]

@@ -15,6 +15,7 @@ import isentrope as ise
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.hf.auto import choose_for_config, resolve_auto
 from tests.fixtures.families import FAMILIES
+from tests.fixtures.generation import mistral
 from tests.fixtures.models import llama, tokens
 
 CHOSEN = "rerope:window=32+share:reference=32+retrieve:size=8"
@@ -118,3 +119,35 @@ def test_lengths_of_extended_models_are_not_warned_of(caplog, monkeypatch):
     tokenizers.warning(warning % 77)
     said = dict.fromkeys(record.getMessage()[:19] for record in caplog.records)  # two loggers propagate here
     assert list(said) == ["This is a friendly ", "Token indices seque"]
+
+
+def test_auto_where_the_config_scales_frequencies():
+    """As people set YaRN for Qwen: the model reads four times its training length already, at other frequencies."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    model = llama(rope_parameters=yarn, max_position_embeddings=256)
+    with pytest.warns(UserWarning, match="nothing changes; plain: its config scales the frequencies for 256 tokens"):
+        assert ise.describe(ise.extend(model, "auto", length=200)).recipe == "plain"
+    ise.restore(model)
+    description = ise.describe(ise.extend(model, "auto", length=512))
+    assert description.recipe == "rerope:window=128+share:reference=128"
+    assert any("rope_type 'default'" in reason for reason in description.reasons)
+
+
+def test_windows_that_leave_new_distances_or_hide_first_keys_warn():
+    for recipe in ("sink:sinks=4,size=100", "window:size=100", "lambda:sinks=4,window=100"):
+        with pytest.warns(UserWarning, match=r"leaves distances up to 100 as they are"):
+            ise.extend(llama(), recipe)
+    with pytest.warns(UserWarning, match="beyond which the first 4 keys of sink:size=16 are not seen"):
+        ise.extend(mistral(), "sink:sinks=4,size=16")
+    with pytest.warns(UserWarning, match="nothing changes; plain: every layer has a window of its own"):
+        ise.extend(mistral(), "auto", length="4x")
+
+
+def test_generating_past_what_a_recipe_is_for_is_warned_of(caplog, monkeypatch):
+    transformers_logging.warning_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model, options = ise.extend(llama(), "yarn:factor=2"), {"max_new_tokens": 2, "do_sample": False}
+    model.generate(tokens(1, 100), **options)
+    assert not caplog.records
+    model.generate(tokens(1, 140), **options)
+    assert "maximum length (128)" in caplog.records[0].getMessage()

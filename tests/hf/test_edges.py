@@ -196,6 +196,7 @@ def test_a_description_says_which_distances_are_masked():
     assert "distance  1→1 64→masked 1024→masked" in str(ise.describe(ise.extend(llama(), "window:size=32")))
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves distances up to:UserWarning")
 @pytest.mark.parametrize(
     ("recipe", "reach"),
     [
@@ -209,8 +210,10 @@ def test_a_description_says_which_distances_are_masked():
         ("yarn:factor=4+window:size=200", None),
         ("rerope:window=32", None),
         ("selfextend:window=32", None),  # by the length of the text
-        ("infoscale", None),
-        ("plain", None),
+        ("string:shift=128", 64),  # near distances are left as they are
+        ("infoscale", 64),
+        ("infoscale+window:size=60", None),
+        ("plain", 64),
     ],
 )
 def test_how_far_a_recipe_keeps_distances_inside_training(recipe, reach):

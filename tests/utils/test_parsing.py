@@ -8,7 +8,7 @@ from isentrope.utils.parsing import is_multiple, parse_length
 
 
 @pytest.mark.parametrize(
-    ("length", "tokens"), [(300, 300), ("300", 300), (" 4x ", 256), ("4×train", 256), ("1.5x", 96), ("0.5x", 32)]
+    ("length", "tokens"), [(300, 300), ("3_00", 300), (" 4X ", 256), ("4×train", 256), ("1.5x", 96), ("0.5x", 32)]
 )
 def test_lengths(length, tokens):
     assert parse_length(length, 64) == tokens

@@ -14,6 +14,9 @@ from typing import Any
 import typer
 
 
+TABLE_EDGES = 2  # columns that rich's least width of a table without edges lacks
+
+
 def print_error(message: str) -> None:
     typer.echo(f"isentrope: {message}", err=True)
 
@@ -86,7 +89,7 @@ def print_table(table: Any) -> None:
         return
     console = Console()
     minimum = console.measure(table, options=console.options.update(max_width=1 << 12)).minimum
-    Console(width=max(console.width, minimum)).print(table)
+    Console(width=max(console.width, minimum + TABLE_EDGES)).print(table)
 
 
 def exit_if_failed(messages: Sequence[str], results: Path) -> None:

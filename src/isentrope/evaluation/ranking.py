@@ -118,7 +118,7 @@ def rank_recipes(folder: Path) -> Leaderboard:
     return {
         "model": data["model"],
         "train_length": trained,
-        "texts": len(data["texts"]),
+        "texts": len({text["sha256"] for text in data["texts"]}),
         "edges": edges,
         "inside": own,
         "rows": rows,

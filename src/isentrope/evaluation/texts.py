@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import iglob
@@ -96,8 +97,13 @@ def tokenize_documents(
         raise ValueError(f"documents: expected 1 or more, got {limit}")
     tokenizer: Any = None
     texts: list[Text] = []
+    names: dict[str, str] = {}  # of documents by their content
     count, most, untokenized = 0, 0, ""
     for document in documents:
+        if (content := document.sha256) in names:  # it would count twice, and narrow every interval
+            warnings.warn(f"{document.name} is left out: the same text as {names[content]}", UserWarning, stacklevel=2)
+            continue
+        names[content] = document.name
         count += 1
         tokens, ends = document.tokens, None
         if tokens is None:
@@ -111,7 +117,7 @@ def tokenize_documents(
             ends = _byte_ends(document.text, encoded["offset_mapping"][:length]) if tokenizer.is_fast else None
         most = max(most, len(tokens))
         if len(tokens) >= length:
-            texts.append(Text(document.name, document.sha256, tokens[:length], ends))
+            texts.append(Text(document.name, content, tokens[:length], ends))
         if len(texts) == limit:
             break
     if not texts:

@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import takes_position
-from isentrope.hf.train_length import read_train_length
+from isentrope.hf.train_length import read_scaled_length, read_train_length
+from isentrope.recipe import PLAIN
 from isentrope.recipe.auto import AutoRecipe, ModelFacts, choose_recipe, is_auto, read_auto_length
 from isentrope.utils.parsing import parse_length
 
@@ -25,6 +26,7 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
     spans = [[span for span in layer.region.spans if span.low > float("-inf")] for layer in layers]
     facts = ModelFacts(
         train_length=read_train_length(config),
+        scaled_length=read_scaled_length(config),
         windows=tuple(int(max(1 - span.low for span in own)) if own else None for own in spans),
         is_causal=all(layer.causal for layer in layers),
         is_rotary=any(layer.rope is not None for layer in layers),
@@ -40,6 +42,8 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
             UserWarning,
             stacklevel=4,
         )
+    elif chosen.recipe == PLAIN:
+        warnings.warn(f"recipe 'auto': nothing changes; {chosen.reasons[0]}", UserWarning, stacklevel=4)
     return chosen
 
 
@@ -60,6 +64,7 @@ def choose_for_config(config: PreTrainedConfig, length: int | str, train_length:
     rope = getattr(text_config, "rope_parameters", None)
     facts = ModelFacts(
         train_length=train_length or read_train_length(text_config),
+        scaled_length=None if train_length else read_scaled_length(text_config),
         windows=windows,
         is_rotary=rope is not None,
         has_window_frequencies="sliding_attention" in (rope or {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,24 +12,28 @@ from torch import Tensor
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region, first_keys
 from isentrope.hf.card import shorten_recipe
+from isentrope.hf.distances import (
+    DEPTH,
+    Distances,
+    changes_rotation,
+    compute_distances,
+    find_layer_reach,
+    find_visible,
+)
 from isentrope.hf.extend import Extension, find_extension, find_model
 from isentrope.hf.introspection import LayerInfo, introspect
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import plan_layers
 from isentrope.hf.layout_cache import LayoutCache
-from isentrope.hf.train_length import read_train_length
+from isentrope.hf.train_length import read_scaled_length, read_train_length
 from isentrope.positions import Position
-from isentrope.positions.rope import PositionMap
 from isentrope.recipe import Recipe
 from isentrope.recipe.layer_sets import group_indices
 
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 DISTANCES = (1, 64, 1024, 4096, 16384, 65536)
-DEPTH = 1 << 20  # the position of a query deep in a text
 ROW_FACTORS = (2, 4, 16)  # times the training length: rows that distances are given for, where they depend on that
 DEFAULT_TRAIN_LENGTH = 8192  # where a config does not state one
-
-Distances = tuple[float | tuple[float, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class LayerDescription:
             rotary distances, where these depend on the length of the row; else nothing.
         fastest, slowest: the shortest and longest wavelength of the rotary pairs, in tokens; None without rotation.
         reach: the longest text in which no distance is longer than in training, by the position method or by the factor
-            of its frequencies; None where there is none, or it is not known.
+            of its frequencies; None where all texts are such, or it is not known.
         other_laws: in words, temperatures that depend on more than n, and laws that the layer leaves out: rows of the
             page, each a name and a text.
     """
@@ -146,7 +149,7 @@ def describe(model: torch.nn.Module) -> Description:
     if (inner := find_model(model)) is None:
         raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
     config, extension = inner.config.get_text_config(), find_extension(inner)
-    is_extended, trained = extension is not None, read_train_length(config)
+    is_extended, trained, scaled = extension is not None, read_train_length(config), read_scaled_length(config)
     if extension is None:
         extension = Extension(Recipe(), inner.config.model_type, introspect(inner))
         plans = plan_layers(extension.recipe, extension.layers, config, inner)
@@ -155,27 +158,28 @@ def describe(model: torch.nn.Module) -> Description:
     else:
         layers = [get_layer(info.module) for info in extension.layers]
     described = tuple(
-        _describe_layer(extension, info, layer, trained) for info, layer in zip(extension.layers, layers, strict=True)
+        _describe_layer(extension, info, layer, trained, scaled)
+        for info, layer in zip(extension.layers, layers, strict=True)
     )
     reasons = tuple(extension.notes.get("reasons", ()))
     return Description(str(extension.recipe), extension.model_type, described, reasons, trained, is_extended)
 
 
-def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained: int | None) -> LayerDescription:
+def _describe_layer(
+    extension: Extension, info: LayerInfo, layer: Layer, trained: int | None, scaled: int | None
+) -> LayerDescription:
     method = extension.recipe.for_layer(info.index).position
-    region = layer.native_mask.visible
-    if layer.recipe.mask is not None:
-        region = region & layer.recipe.mask.region(layer.causal)
+    region = find_visible(layer)
     theta = _get_frequencies(layer.recipe.position, info)
     raw = layer.recipe.position is not None
     has_far_keys = raw and layer.recipe.position.near_window is not None
-    changed = raw or any(rope.same(info.rope) for rope, _, _ in extension.frequencies)
+    changed = changes_rotation(extension, info, layer)
     rows, depth = list[tuple[int, tuple[int, ...], Distances]](), DEPTH
     if raw and layer.recipe.position.depends_on_row_length:
         for factor in ROW_FACTORS:
             n = factor * (trained or DEFAULT_TRAIN_LENGTH)
             behind, depth = tuple(dict.fromkeys((1, n // 8, n // 4, n // 2, n - 1))), n - 1
-            rows.append((n, behind, _compute_distances(layer, region, info, depth, behind)))
+            rows.append((n, behind, compute_distances(layer, region, info, depth, behind)))
     return LayerDescription(
         index=info.index,
         name=info.name,
@@ -183,7 +187,7 @@ def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained
         mask=_format_region(region),
         cache="raw keys" if raw else "rotated keys" if info.rope is not None else "keys",
         tau=_tabulate_tau(layer, region, info, "near"),
-        distances=_compute_distances(layer, region, info, depth),
+        distances=compute_distances(layer, region, info, depth, DISTANCES),
         fastest=None if theta is None else float(2 * torch.pi / theta.max()),
         slowest=None if theta is None else float(2 * torch.pi / theta.min()),
         far_tau=_tabulate_tau(layer, region, info, "far") if has_far_keys else None,
@@ -191,28 +195,8 @@ def _describe_layer(extension: Extension, info: LayerInfo, layer: Layer, trained
         other_laws=(*_describe_other_laws(layer), *_describe_left_out(extension, info, layer)),
         far_keys=_describe_choice(layer.recipe),
         rows=tuple(rows),
-        reach=_find_reach(method, layer, region, info, trained) if changed and trained is not None else None,
+        reach=find_layer_reach(extension, info, layer, region, scaled),
     )
-
-
-def _find_reach(method: Position | None, layer: Layer, region: Region, info: LayerInfo, trained: int) -> int | None:
-    """Find the longest text in which no distance is longer than in training; None where all texts are such."""
-    position = layer.recipe.position
-    bounds = [-span.low for span in region.spans]  # how far behind a query keys are seen
-    if position is None:  # the method is in the model's own frequencies
-        factor = getattr(method, "factor", None)
-        longest = None if factor is None else int(factor * trained)
-        return longest if longest is not None and max(bounds, default=0) >= longest else None
-    if not isinstance(method, PositionMap) or position.depends_on_row_length:
-        return None
-
-    def is_new(length: int) -> bool:
-        farthest = {int(min(length - 1, bound)) for bound in (length - 1, *bounds)}
-        distances = [_compute_distance(layer, region, behind, info, length - 1) for behind in farthest]
-        return any(isinstance(distance, float) and distance >= trained for distance in distances)
-
-    longest = bisect_left(range(1, DEPTH + 1), True, key=is_new)
-    return longest if longest < DEPTH else None
 
 
 def _describe_other_laws(layer: Layer) -> Iterator[tuple[str, str]]:
@@ -298,31 +282,6 @@ def _compute_far_bias(layer: Layer, region: Region, n: int, info: LayerInfo) -> 
     count = count[:, None].clamp_min(1)
     with torch.no_grad():
         return tuple(share.bias(count).flatten().tolist())
-
-
-def _compute_distances(
-    layer: Layer, region: Region, info: LayerInfo, at: int, behind: tuple[int, ...] = DISTANCES
-) -> Distances:
-    """Return the rotary distances of keys so far behind the last query of a row, which is at position `at`."""
-    return tuple(_compute_distance(layer, region, n, info, at) for n in behind)
-
-
-def _compute_distance(
-    layer: Layer, region: Region, behind: int, info: LayerInfo, at: int
-) -> float | tuple[float, ...] | None:
-    """Return the rotary distance of a key `behind` a query; None if there is none, or it is not visible."""
-    if behind > at or not any(span.contains(at, at - behind) for span in region.spans):
-        return None
-    position = layer.recipe.position
-    if position is None or not position.rotates:
-        return float(behind)
-    query, key = torch.tensor([[at]]), torch.tensor([[at - behind]])
-    for branch in position.branches(query, key, info.heads, (at + 1, at + 1)):
-        if any(span.contains(at, at - behind) for span in branch.region.spans):
-            q, k = (torch.as_tensor(0.0 if x is None else x, dtype=torch.float64) for x in (branch.query, branch.key))
-            distances = tuple((q - k).flatten().tolist())
-            return distances[0] if len(set(distances)) == 1 else distances
-    return float(behind)
 
 
 def _format_region(region: Region) -> str:

@@ -19,6 +19,7 @@ from isentrope.dispatch import check_backend
 from isentrope.hf.auto import choose_for_layers
 from isentrope.hf.cache_recipe import CacheRecipe
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
+from isentrope.hf.distances import find_reach
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
 from isentrope.hf.introspection import LayerInfo, introspect, list_configs
 from isentrope.hf.layer import Layer, get_layer
@@ -37,7 +38,7 @@ from isentrope.hf.peft_adapters import mark_adapters, unmark_configs
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import drop_gguf_quantizer, make_config_class
-from isentrope.hf.train_length import check_lengths
+from isentrope.hf.train_length import check_lengths, warn_of_hidden_sinks
 from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask
@@ -178,6 +179,7 @@ def extend_checked(
     plans = plan_layers(recipe, layers, config, inner)
     if allow_untrained is not None:
         check_lengths(recipe, inner)
+        warn_of_hidden_sinks(recipe, extension.layers, extension.model_type)
     try:
         _apply(model, inner, extension, plans, backend)
     except BaseException:
@@ -324,8 +326,14 @@ def _apply(
     handles.append(inner.base_model.register_forward_pre_hook(caches.check, with_kwargs=True))
     handles.append(inner.base_model.register_forward_hook(caches.mark_output))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))
-    silence_length_warnings(inner)
+    silence_length_warnings(inner, _find_reach)
     enable_continuous_batching(inner)
+
+
+def _find_reach(model: PreTrainedModel) -> int | None:
+    """Return the longest text that an extended model knows all distances of; None where all texts are such."""
+    extension = find_extension(model)
+    return None if extension is None else find_reach(extension, model.config.get_text_config())
 
 
 def _check_implementation(module: nn.Module, args: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from isentrope.hf.introspection import LayerInfo
+from isentrope.masks import Lambda, Sink, Window
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from isentrope.utils.messages import truncate
@@ -21,6 +24,7 @@ from isentrope.utils.messages import truncate
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
 # scalings, and models whatever their scaling, that are trained at the length after it
 TRAINED_SCALINGS = ("llama3", "longrope")
+STATIC_SCALINGS = ("linear", "yarn")  # by the same factor at every length
 TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
 POSITION_TABLES = ("position_embeddings", "embed_positions", "wpe")  # of BERT, OPT and GPT-2
 OTHER_NAMES = ("seq_length", "max_seq_len")  # of BLOOM and MPT, which have no max_position_embeddings
@@ -49,6 +53,20 @@ def read_train_length(config: PreTrainedConfig) -> int | None:
     return next(filter(None, named), None)
 
 
+def read_scaled_length(config: PreTrainedConfig) -> int | None:
+    """Read the length that a model's frequencies are for: the training length times the factor of a scaling.
+
+    Args:
+        config: of the text model.
+    """
+    trained = read_train_length(config)
+    scalings = [one for one in _list_scalings(config) if one.get("rope_type") in STATIC_SCALINGS]
+    if trained is None or not scalings or config.model_type in TRAINED_SCALED:
+        return trained
+    before = scalings[0].get("original_max_position_embeddings")
+    return trained if before is None else max(trained, round(before * scalings[0]["factor"]))
+
+
 def check_lengths(recipe: Recipe, model: PreTrainedModel) -> None:
     """Warn of a recipe that is for another training length than a model's config states, once for each model."""
     config = model.config.get_text_config()
@@ -56,7 +74,8 @@ def check_lengths(recipe: Recipe, model: PreTrainedModel) -> None:
     if trained is None:
         return
     given = _given.setdefault(model, set())
-    problems = _find_other_lengths(recipe, config, trained), _find_wide_windows(recipe, trained)
+    known = read_scaled_length(config) or trained
+    problems = _find_other_lengths(recipe, config, trained), _find_wide_windows(recipe, known)
     for problem in (*chain(*problems), *_find_position_tables(recipe, model, trained)):
         message = f"{config.model_type}: was trained at {trained} tokens, {problem}"
         if message not in given:
@@ -109,14 +128,34 @@ def _list_lengths(part: Any) -> list[int]:
     return [length for length in lengths if length is not None]
 
 
-def _find_wide_windows(recipe: Recipe, trained: int) -> Iterator[str]:
-    """Find near windows beyond the training length, whose distances are as new to the model as without a method."""
-    methods = {str(one.position): one.position.near_window or 0 for one in recipe.recipes if one.position is not None}
-    for method, window in methods.items():
-        if window > trained:
+def _find_wide_windows(recipe: Recipe, known: int) -> Iterator[str]:
+    """Find windows beyond the distances that a model knows: farther ones are as new to it as without a recipe."""
+    windows: dict[str, int] = {}
+    for one in recipe.recipes:
+        if one.position is not None:
+            windows[str(one.position)] = one.position.near_window or 0
+        elif isinstance(one.mask, Window | Sink | Lambda):
+            windows[str(one.mask)] = one.mask.window if isinstance(one.mask, Lambda) else one.mask.size
+    for part, window in windows.items():
+        if window > known:
             yield (
-                f"and {method} leaves distances up to {window} as they are, of which those beyond {trained} are new to "
-                f"it, as without a recipe; choose a window of at most {trained}, such as {trained // 2}"
+                f"and {part} leaves distances up to {window} as they are, of which those beyond {known} are new to "
+                f"it, as without a recipe; choose a window of at most {known}, such as {known // 2}"
+            )
+
+
+def warn_of_hidden_sinks(recipe: Recipe, layers: Sequence[LayerInfo], model_type: str) -> None:
+    """Warn of first keys that a recipe keeps and no layer sees, since all that it is for have windows of their own."""
+    kept = [(layer.region, recipe.for_layer(layer.index).mask) for layer in layers]
+    masks = {mask: region for region, mask in kept if isinstance(mask, Sink | Lambda) and mask.sinks}
+    for mask in masks:
+        regions = [region for region, other in kept if other == mask]
+        if all(span.low > -math.inf for region in regions for span in region.spans):
+            warnings.warn(
+                f"{model_type}: all layers have windows of their own, beyond which the first {mask.sinks} keys of "
+                f"{mask} are not seen; load the model without its windows (sliding_window=None), or leave it as it is",
+                UserWarning,
+                stacklevel=4,
             )
 
 

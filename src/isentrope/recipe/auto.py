@@ -20,6 +20,9 @@ RETRIEVE_FROM = 4.0  # times the training length: choosing far keys was measured
 RETRIEVE_BLOCKS = 16
 MAX_BLOCK_SIZE = 128  # a block has the power of two at or above √n_tr keys: 16, 64, 128 at 256, 2048, 8192 tokens
 MIN_TRAIN_LENGTH = 4
+UNSCALED_ADVICE = (
+    "for a recipe in place of that scaling, load the model with rope_type 'default' in its rope_parameters"
+)
 
 
 class AutoRecipe(NamedTuple):
@@ -39,6 +42,7 @@ class ModelFacts:
         is_causal: whether no query sees ahead.
         is_rotary: whether the model rotates queries and keys by their positions.
         has_window_frequencies: whether layers with windows rotate at frequencies of their own, and so stay as they are.
+        scaled_length: tokens that its frequencies are for, where its config scales them.
     """
 
     train_length: int | None
@@ -46,6 +50,7 @@ class ModelFacts:
     is_causal: bool = True
     is_rotary: bool = True
     has_window_frequencies: bool = False
+    scaled_length: int | None = None
 
 
 def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
@@ -54,6 +59,7 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     | tokens | recipe |
     |---|---|
     | up to n_tr, or every layer has a window of its own | `plain` |
+    | up to s n_tr, where the config scales frequencies s times | `plain`; beyond, s n_tr is in place of n_tr |
     | below 4 n_tr | `rerope:window=n_tr/2+share` |
     | from 4 n_tr on | `rerope:window=n_tr/2+retrieve`, with `share` where n_tr is so short that it has an effect |
 
@@ -73,10 +79,13 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
             f"recipe 'auto': expected a config that states the training length, got {trained}; name a recipe, such as "
             "rerope:window=2048+share:reference=2048"
         )
-    tokens = parse_length(length, trained)
-    factor = tokens / trained
-    if factor <= 1:
+    tokens, known = parse_length(length, trained), model.scaled_length or trained
+    if tokens <= trained:
         return AutoRecipe("plain", (f"plain: {tokens} tokens are inside the training length of {trained}",))
+    if tokens <= known:
+        reason = f"its config scales the frequencies for {known} tokens already; {UNSCALED_ADVICE}"
+        return AutoRecipe("plain", (f"plain: {reason}",))
+    factor = tokens / known
     if not model.is_rotary:
         raise ValueError(
             "recipe 'auto': expected a model with rotary embeddings, which its methods are for; name a recipe of "
@@ -86,27 +95,31 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
         widest = max(window for window in model.windows if window is not None)
         reason = f"plain: every layer has a window of its own, of {widest} keys at most, so that no distance is new"
         return AutoRecipe("plain", (reason,))
-    window = int(trained * WINDOW_FRACTION)
+    window = int(known * WINDOW_FRACTION)
     refusal = _explain_no_retrieve(model, factor, window)
+    length_name = "the training length" if known == trained else "the length that its config scales frequencies for"
+    share = "share" if known == trained else f"share:reference={known - window}"
     parts = {
         f"rerope:window={window}": "keys beyond the window all have its distance, so that none is new to the model and "
-        f"all of the text stays in reach; the window is half of the training length of {trained}",
-        "share": f"{factor:.3g} times the training length has more far keys than the model was trained with, which "
+        f"all of the text stays in reach; the window is half of {length_name}, {known}",
+        share: f"{factor:.3g} times {length_name} has more far keys than the model was trained with, which "
         "would take over attention; β = ½ had a lower perplexity than InfoScale on every decoder measured "
         "(docs/laws.md)",
     }
     if refusal is None:
-        parts[format_retrieve(trained)] = (
+        parts[format_retrieve(known)] = (
             f"from {RETRIEVE_FROM:g} times the training length on, a query chooses the blocks of far keys that matter "
             "to it: SmolLM2, TinyLlama and Gemma-3-270M found more passkeys so than with share alone, at a lower "
             "perplexity; of two small models, without passkeys to find, the Llama that ships had a lower "
             "one, and stories15M a higher one on stories (docs/results/frontier)"
         )
     others = [] if refusal is None else [f"no retrieve: {refusal}"]
-    most = _choose_blocks(trained).count_most_far()
-    if refusal is None and most <= trained - window:
-        del parts["share"]
-        others.append(f"no share: a query sees at most {most} far keys, and was trained with {trained - window}")
+    most = _choose_blocks(known).count_most_far()
+    if refusal is None and most <= known - window:
+        del parts[share]
+        others.append(f"no share: a query sees at most {most} far keys, no more than the {known - window} of before")
+    if known != trained:
+        others.append(UNSCALED_ADVICE)
     others.append("no temperature: near attention stays as it was trained, and far attention does without")
     if any(window is not None for window in model.windows):
         others.append("layers with a window of their own keep it")

@@ -9,7 +9,8 @@ from typing import TypeVar
 from isentrope.utils.messages import format_value
 
 Number = TypeVar("Number", int, float)
-MULTIPLE = re.compile(r"(\d+(?:\.\d+)?)[x×](?:train)?", re.ASCII)
+MULTIPLE = re.compile(r"(\d+(?:\.\d+)?)[xX×](?:train)?", re.ASCII)
+NUMBER = re.compile(r"\d+(?:_\d+)*", re.ASCII)
 
 
 def parse_numbers(
@@ -52,8 +53,7 @@ def parse_length(length: int | str, train_length: int | None, name: str = "lengt
     match = MULTIPLE.fullmatch(text)
     if match and train_length is None:
         raise ValueError(f"{name}: expected tokens, since the model states no training length, got {length!r}")
-    is_number = text.isascii() and text.isdigit()
-    tokens = int(float(match[1]) * (train_length or 0)) if match else int(text) if is_number else 0
+    tokens = int(float(match[1]) * (train_length or 0)) if match else int(text) if NUMBER.fullmatch(text) else 0
     if tokens < 1:
         raise ValueError(f"{name}: expected tokens such as 8192, or 4x the training length, got {format_value(length)}")
     return tokens
