@@ -23,6 +23,7 @@ from tests.fixtures.finetuning import LONG, assert_same_gradients, gradients, ne
 from tests.fixtures.models import TRAINED, extend, llama, tokens
 from tests.fixtures.turns import in_turns
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*size=70 leaves distances:UserWarning")  # for logn to act
 ORACLES = {
     "pi:factor=2": {"theta": theta() / 2},
     "ntk:factor=4": {"theta": theta(10000 * 4 ** (8 / 6))},

@@ -13,7 +13,6 @@ from typing import Any
 
 import typer
 
-
 TABLE_EDGES = 2  # columns that rich's least width of a table without edges lacks
 
 

@@ -58,9 +58,14 @@ def read_scaled_length(config: PreTrainedConfig) -> int | None:
 
     Args:
         config: of the text model.
+
+    Returns:
+        The length; None where it is not known, or frequencies follow the length.
     """
-    trained = read_train_length(config)
-    scalings = [one for one in _list_scalings(config) if one.get("rope_type") in STATIC_SCALINGS]
+    trained, scalings = read_train_length(config), _list_scalings(config)
+    if any(one.get("rope_type") == "dynamic" for one in scalings):
+        return None
+    scalings = [one for one in scalings if one.get("rope_type") in STATIC_SCALINGS]
     if trained is None or not scalings or config.model_type in TRAINED_SCALED:
         return trained
     before = scalings[0].get("original_max_position_embeddings")
@@ -74,8 +79,7 @@ def check_lengths(recipe: Recipe, model: PreTrainedModel) -> None:
     if trained is None:
         return
     given = _given.setdefault(model, set())
-    known = read_scaled_length(config) or trained
-    problems = _find_other_lengths(recipe, config, trained), _find_wide_windows(recipe, known)
+    problems = _find_other_lengths(recipe, config, trained), _find_wide_windows(recipe, read_scaled_length(config))
     for problem in (*chain(*problems), *_find_position_tables(recipe, model, trained)):
         message = f"{config.model_type}: was trained at {trained} tokens, {problem}"
         if message not in given:
@@ -128,8 +132,10 @@ def _list_lengths(part: Any) -> list[int]:
     return [length for length in lengths if length is not None]
 
 
-def _find_wide_windows(recipe: Recipe, known: int) -> Iterator[str]:
+def _find_wide_windows(recipe: Recipe, known: int | None) -> Iterator[str]:
     """Find windows beyond the distances that a model knows: farther ones are as new to it as without a recipe."""
+    if known is None:
+        return
     windows: dict[str, int] = {}
     for one in recipe.recipes:
         if one.position is not None:
