@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ import sys
 import time
 
 import pytest
+
+from isentrope import cli
+from isentrope.__main__ import main
 
 MAIN = "import sys; sys.argv[0] = 'isentrope'; from isentrope.__main__ import main; main()"
 MAX_SECONDS = 120  # of waiting for a shell; it answers within one on an idle machine
@@ -28,6 +32,16 @@ def test_help_imports_neither_torch_nor_numpy(words):
     modules, printed = modules_after(*words)
     assert "isentrope.cli" in modules and not modules & {"torch", "numpy", "transformers", "matplotlib"}
     assert printed.strip()
+
+
+def test_an_encoding_without_greek_letters_ends_no_command(monkeypatch):
+    """As of pipes on Windows: the work is done by the time a table is printed."""
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(cli, "app", lambda: print("share: β = ½"))
+    main()
+    stream.flush()
+    assert stream.buffer.getvalue().split() == [b"share:", b"?", b"=", b"?"]
 
 
 def test_completion_imports_no_torch():
