@@ -61,6 +61,7 @@ class Extension:
         handles: of the hooks.
         frequencies: of each rotary module that was written to, its frequencies and scaling before.
         quantizer: attributes of the model that said its weights were those of a GGUF file.
+        reach: the longest text that it knows all distances of, once that was looked up.
     """
 
     recipe: Recipe
@@ -71,6 +72,7 @@ class Extension:
     handles: list[RemovableHandle] = field(default_factory=list)
     frequencies: list[tuple[ModelRope, Tensor, float]] = field(default_factory=list)
     quantizer: dict[str, Any] = field(default_factory=dict)
+    reach: tuple[int | None] | None = None
 
 
 def extend(
@@ -332,8 +334,11 @@ def _apply(
 
 def _find_reach(model: PreTrainedModel) -> int | None:
     """Return the longest text that an extended model knows all distances of; None where all texts are such."""
-    extension = find_extension(model)
-    return None if extension is None else find_reach(extension, model.config.get_text_config())
+    if (extension := find_extension(model)) is None:
+        return None
+    if extension.reach is None:
+        extension.reach = (find_reach(extension, model.config.get_text_config()),)
+    return extension.reach[0]
 
 
 def _check_implementation(module: nn.Module, args: Any) -> None:
