@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything that docs/results/README.md has and lacks, in order of worth. What is done is kept: run again, it resumes.
 #
-#   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
+#   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--compile] [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
 #
 # FOLDERs of texts are those of `isentrope data prepare … --test 100`, of novels with --train-share 0.5 and of books with 0.35, which
 # are few and long. A run stops after so many seconds, and is resumed by the same command: cells are files, trainings save their state
 # every minute. Pre-trainings are the same for all plans of one --out alone, so that `seeds`, `tables` and `figures` belong in one
 # --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
-# 64 tokens 2, of CLEX 8, and cells of 4096 tokens up to 15 for a moment. Steps (study_costs.py has their seconds):
+# 64 tokens 2, of CLEX 8, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
+# where several share what is compiled. Steps (study_costs.py has their seconds):
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
 #   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs
@@ -20,9 +21,10 @@
 #   clex      CLEX to 4096 tokens
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
-data='' out=results seconds=86400 jobs=6 novels='' books='' code='' steps=()
+data='' out=results seconds=86400 jobs=6 novels='' books='' code='' steps=() options=()
 while [ $# -gt 0 ]; do
     case $1 in
+        --compile) options=(--compile); shift; continue ;;
         --data) data=$2 ;; --out) out=$2 ;; --seconds) seconds=$2 ;; --jobs) jobs=$2 ;;
         --novels) novels=$2 ;; --books) books=$2 ;; --code) code=$2 ;;
         -*) echo "study.sh: unknown option $1" >&2; exit 2 ;;
@@ -77,7 +79,7 @@ plan() {  # "PLAN…" CORPUS FOLDER [OPTION…]
     local name names=() seeds=("${@:4}")
     for name in $1; do names+=("$(quick "$name")") || return; done
     [ -z "${QUICK:-}" ] || seeds=()
-    within isentrope study run "${names[@]}" --data "$2" --out "$3" --jobs "$jobs" "${seeds[@]}"
+    within isentrope study run "${names[@]}" --data "$2" --out "$3" --jobs "$jobs" "${options[@]}" "${seeds[@]}"
 }
 
 repeat() {  # one configuration twice, plainly and with algorithms that give the same bits again
@@ -94,29 +96,30 @@ repeat() {  # one configuration twice, plainly and with algorithms that give the
     done
 }
 
-llamas() {  # heads of 32, 64 and 128, seeds side by side; the corpus is SymPy's sources
-    local seed=0 status=0 running=()
+llamas() {  # heads of 32, 64 and 128; seeds and lengths side by side; the corpus is SymPy's sources
+    local seed=0 length=0 status=0 running=()
     [ -e "$out/sympy/manifest.json" ] || within isentrope data prepare sympy --out "$out/sympy" --test 20 || return
     [ -e "$out/texts/modules.jsonl" ] || python "$here/share/modules.py" "$out/sympy" --out "$out/texts" || return
-    for seed in 0 1 2; do
-        llamas_of_seed $seed &
-        running+=($!)
+    for length in 256 128 512; do
+        for seed in 0 1 2; do
+            llamas_alike $length $seed &
+            running+=($!)
+        done
     done
     for seed in "${running[@]}"; do wait "$seed" || status=$?; done
     return $status
 }
 
-llamas_of_seed() {
-    local length=0 size=0 steps=4000 more=() seconds=600
+llamas_alike() {  # LENGTH SEED
+    local size=0 steps=4000 more=() seconds=600
     [ -z "${QUICK:-}" ] || { steps=2 more=(--batch 2 --layers 1) seconds=5; }
-    for length in 256 128 512; do
-        for size in 64 32 128; do
-            local run=$out/llamas/n$length-d$size-s$1
-            within isentrope train --data "$out/sympy" --out "$run" --preset causal --length $length --steps $steps --seed "$1" \
-                --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
-            within isentrope compare "$here/share/small-llama-$length.yaml" --model "$run/best" --data "$out/texts" \
-                --out "$out/llamas/results-d$size-s$1" --seconds $seconds || return
-        done
+    for size in 64 32 128; do
+        local run=$out/llamas/n$1-d$size-s$2 results=$out/llamas/results-d$size-s$2
+        [ -e "$results/small-llama-$1/leaderboard.json" ] && continue
+        within isentrope train --data "$out/sympy" --out "$run" --preset causal --length "$1" --steps $steps --seed "$2" \
+            --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
+        within isentrope compare "$here/share/small-llama-$1.yaml" --model "$run/best" --data "$out/texts" \
+            --out "$results" --seconds $seconds || return
     done
 }
 
