@@ -25,6 +25,14 @@ AGAINST = (
     "InfoScale is better than Softmax Plus",
     "InfoScale is better than Softmax Plus with CosScale",
 )
+# how models were trained, as the page says it and as the plan `study-why` names its rows
+TRAINED = {
+    "512, then 64 tokens, as in the study": "as in the study",
+    "512, then 64 by the paper's schedule": "the paper's schedule",
+    "512 with Softmax Plus, then 64": "Softmax Plus before",
+    "512 with Softmax Plus, then 64 by the paper's schedule": "Softmax Plus before, the paper's schedule",
+    "64 alone": "not pre-trained",
+}
 # rows of `study` that were trained and measured again, by recipe
 AGAIN = {
     "RoPE": "rope",
@@ -69,6 +77,28 @@ def render_against_paper() -> str:
         (number,) = claims[text]["numbers"]  # type: ignore[misc]
         mean, low, high = (f"{number[name]:+.3f}".replace("-", "−") for name in ("difference", "low", "high"))
         lines.append(f"| {text} | **{claims[text]['verdict']}** | {mean} | {low} to {high} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_trained(folder: str) -> str:
+    """Print accuracies at 1024 and 4096 tokens of models that were trained in several ways, and the paper's."""
+    (plan,) = load_plans(HERE / folder)
+    lengths = (1024, LENGTH)
+    columns = [(kind, variant) for kind in ("", ", α = 16", ", windowed") for variant in ("none", "InfoScale")]
+    lines = [
+        "| trained at | plain RoPE | + InfoScale | CosScale 16 | + InfoScale | windowed | + InfoScale |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, method in TRAINED.items():
+        rows = [Row(method + kind, variant) for kind, variant in columns]
+        pairs = [[plan.grids[0].value(row, length, "acc") for length in lengths] for row in rows]
+        cells = (" → ".join("–" if x is None else format_number(x.mean, "acc") for x in pair) for pair in pairs)
+        lines.append(f"| {name} | {' | '.join(cells).replace('– → –', '–')} |")
+    tables = load_published_tables()
+    rows = [("4.5", Row("GAU-α", "plain")), ("4.5", Row("GAU-α", "I.S.")), ("4.3.2", Row("16", "C.S."))]
+    published = [[tables[f"table {table}"].values[row, length, "acc"] for length in lengths] for table, row in rows]
+    cells = (" → ".join(format_published(x, "acc") for x in pair) for pair in published)
+    lines.append(f"| the paper | {' | '.join(cells)} | – | – | – |")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -8,7 +8,8 @@
 # every minute. Pre-trainings are the same for all plans of one --out alone, so that `seeds`, `tables` and `figures` belong in one
 # --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
 # 64 tokens 2, of CLEX 8, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
-# where several share what is compiled. Steps (study_costs.py has their seconds):
+# where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap. CLEX is
+# thousands of small kernels, which wait for the large ones of other trainings: run it last. Steps (study_costs.py has their seconds):
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
 #   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs
@@ -117,7 +118,7 @@ llamas_alike() {  # LENGTH SEED
         local run=$out/llamas/n$1-d$size-s$2 results=$out/llamas/results-d$size-s$2
         [ -e "$results/small-llama-$1/leaderboard.json" ] && continue
         within isentrope train --data "$out/sympy" --out "$run" --preset causal --length "$1" --steps $steps --seed "$2" \
-            --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${more[@]}" || return
+            --sizes "hidden_size=256,intermediate_size=512,num_attention_heads=$((256 / size))" "${options[@]}" "${more[@]}" || return
         within isentrope compare "$here/share/small-llama-$1.yaml" --model "$run/best" --data "$out/texts" \
             --out "$results" --seconds $seconds || return
     done
