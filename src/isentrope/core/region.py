@@ -66,6 +66,11 @@ class Span:
         return self.chunk_low >= self.chunk_high or self.low >= high or self.high <= low
 
     @property
+    def depends_on_place(self) -> bool:
+        """Whether it depends on where keys are in the row, and not on their distances from the query alone."""
+        return self.start != -inf or self.stop != inf or self.chunk > 0
+
+    @property
     def chunk_distances(self) -> tuple[float, float]:
         """Bounds low ≤ j - i < high that follow from those on chunks."""
         if not self.chunk:
@@ -176,6 +181,11 @@ class Region:
     """A union of spans that do not overlap."""
 
     spans: tuple[Span, ...]
+
+    @property
+    def depends_on_place(self) -> bool:
+        """Whether it depends on where keys are in the row, and not on their distances from the query alone."""
+        return any(span.depends_on_place for span in self.spans)
 
     def __and__(self, other: Region) -> Region:
         pairs = (a & b for a in self.spans for b in other.spans)

@@ -104,6 +104,7 @@ class Layer(nn.Module):
         self.rope = plan.skipped_rope if rotates else None
         self.backend, self.index, self.layouts, self.model_parts = backend, index, layouts, model_parts
         self.eager_attention = info.eager_attention
+        self.reads_evicted_keys = recipe.counts_unseen_keys or recipe.depends_on_place
         self.evicts = isinstance(recipe.mask, (Sink, Lambda))
         self.layout_kind = LayoutKind(self.rope is None, self.evicts, self.native_mask)
         self.parts = recipe.parts
@@ -120,7 +121,7 @@ class Layer(nn.Module):
     def idle(self, length: int, framed: bool) -> bool:
         """Return whether rows of up to `length` keys come out as from the model before it was extended."""
         # where a cache has evicted keys, positions and lengths exceed the number of keys
-        beyond = framed and self.recipe.counts_unseen_keys
+        beyond = framed and self.reads_evicted_keys
         return not beyond and all(part.idle(length) for part in self.parts)
 
     def forward(self, call: LayerCall) -> Tensor:

@@ -228,6 +228,10 @@ class FittedPosition(Position):
     def depends_on_row_length(self) -> bool:
         return self.inner.depends_on_row_length
 
+    @property
+    def depends_on_place(self) -> bool:  # type: ignore[override]
+        return self.inner.depends_on_place
+
     @cached_property
     def _is_longrope(self) -> bool:
         return self.rope.kind == "longrope"  # a config answers slowly, and every layer of every token needs it

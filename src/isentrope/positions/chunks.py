@@ -35,6 +35,7 @@ class DualChunk(PositionMap):
     chunk: int | None = None
     local: int | None = None
     keys_cacheable = False
+    depends_on_place = True
     has_far_keys = True
     far_keys_are_one_span = False  # they begin at the edge of a chunk
 

@@ -115,6 +115,14 @@ class Recipe:
         )
 
     @property
+    def depends_on_place(self) -> bool:
+        """Whether a mask or the position method depends on where keys are in the row, not on distances alone."""
+        position, mask = self.position, self.mask
+        return (position is not None and position.depends_on_place) or (
+            mask is not None and mask.region(causal=True).depends_on_place
+        )
+
+    @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
         """The parts with parameters, which a model must register itself: a recipe is not a module."""
         return tuple(part for part in self.parts if isinstance(part, torch.nn.Module))
