@@ -92,10 +92,11 @@ def test_a_needle_far_away_is_chosen_and_noise_is_not():
     assert (index == 203 // 8).any(-1).all()
 
 
-def test_equal_scores_choose_the_first_blocks():
+@pytest.mark.parametrize("score", ["representative", "votes"])
+def test_equal_scores_choose_the_first_blocks(score):
     q, k, _ = tensors(queries=1, keys=64)
     k = k[:, :, :1].expand(-1, -1, 64, -1)
-    index = select_blocks(q, k, "rerope:window=8+retrieve:blocks=2,size=4,sinks=4")
+    index = select_blocks(q, k, f"rerope:window=8+retrieve:blocks=2,size=4,sinks=4,score={score}")
     assert index.flatten(0, 2).tolist() == [[1, 2], [1, 2]]
 
 

@@ -129,10 +129,11 @@ def _make_chunks(groups: QueryGroups, step: int, device: torch.device) -> Iterat
 
 
 def _find_largest(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the largest scores ≥ 0 of each row; of equal ones, the first."""
+    """Return the places of the largest scores of each row; of equal ones, the first."""
     width = scores.shape[-1]
-    # bits of floats that are not negative are ordered like them, and places make all numbers different
+    # bits of floats are ordered like them, of negative ones the other way round; places make all numbers different
     bits = scores.float().contiguous().view(torch.int32).to(torch.int64)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     places = torch.arange(width - 1, -1, -1, device=scores.device)
     largest: Tensor = (bits * (1 << 31) + places).topk(count, -1).indices
     return largest
@@ -246,8 +247,8 @@ class _Votes:
         products = products.unflatten(2, q.shape[2:4]).flatten(1, 2)  # (batch, heads, queries, keys)
         hidden = outside[group].repeat_interleave(self.groups.choice.size, -1)
         products = products.masked_fill(hidden, -inf)
-        top = products.topk(min(self.groups.choice.votes, products.shape[-1]), -1)
-        return torch.where(top.values == -inf, -1, top.indices)
+        top = _find_largest(products, min(self.groups.choice.votes, products.shape[-1]))
+        return torch.where(products.gather(-1, top) == -inf, -1, top)
 
 
 def _takes_score_kernel(q: Tensor, k: Tensor) -> bool:

@@ -36,6 +36,8 @@ class Retrieve(BlockChoice, Part):
 
         r_b(q̄) = max_{j in b} scale · q̄·k_j,    score of b = mean over heads of max over q̄ of softmax_b(r(q̄))
 
+    Temperatures are in q before the mean, each as it is after the choice; votes do not depend on them.
+
     InfLLM instead takes one mean for all queries of a group, which hides what a single one looks for, and the mean of
     a block's four most attended keys, which needs the attention over all keys. The products cost a fraction
     1 / (2 pool) of dense attention.
@@ -44,7 +46,7 @@ class Retrieve(BlockChoice, Part):
     the largest q·k, both unrotated, among the keys of the group's blocks; score of b = votes for its keys. That costs
     about half of dense attention, whatever the number of queries.
 
-    Of blocks with equal scores, those nearer to the beginning win.
+    Of blocks with equal scores, and of keys with equal products, those nearer to the beginning win.
 
     Attributes:
         blocks: how many blocks a group chooses.
