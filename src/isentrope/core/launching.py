@@ -23,6 +23,8 @@ from isentrope.core.caching import MAX_LAUNCHES, register_clear
 from isentrope.core.compile import device_context
 
 ALIGNMENT_BYTES = 16  # of pointers, which kernels are compiled for
+# products and sums in one rounding; releases of Triton differ in whether that is their own default
+DEFAULT_OPTIONS = {"enable_fp_fusion": True}
 # AMD's kernels are also compiled for the sizes of tensors
 REUSES_KERNELS = torch.version.hip is None
 
@@ -60,7 +62,7 @@ def launch_kernel(
         if known is not None:
             known[1][grid](*pointers, *numbers, *constants.values())
             return known[1]
-        compiled = kernel[grid](*tensors, *numbers, **constants, **(options or {}))
+        compiled = kernel[grid](*tensors, *numbers, **constants, **(DEFAULT_OPTIONS | (options or {})))
     if key is None or not isinstance(compiled, CompiledKernel):
         return None
     if len(_known) >= MAX_LAUNCHES:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.core.compile import device_context
+from isentrope.core.launching import launch_kernel
 from isentrope.core.rotation_kernel import list_strides
 
 BLOCKS_PER_PROGRAM = 8
@@ -33,13 +33,17 @@ def launch(q: Tensor, k: Tensor, block_size: int) -> Tensor:
     rows = MIN_ROWS if queries <= MIN_ROWS else 64 if size > 128 else 128  # two kernels for all lengths
     columns = min(8192 // size, 128, max(16, triton.next_power_of_2(block_size)))
     grid = (triton.cdiv(queries, rows), triton.cdiv(blocks, BLOCKS_PER_PROGRAM), batch * heads)
-    with device_context(q):
-        _score_blocks[grid](
-            q, k, best, *list_strides(q, k), heads, queries, blocks,
-            SHARED=heads // k.shape[1], BLOCK_SIZE=block_size, SIZE=size, ROWS=rows, COLUMNS=columns,
-            PER_PROGRAM=BLOCKS_PER_PROGRAM, IEEE=q.dtype == torch.float32,
-            num_warps=8 if rows == 128 else 4, num_stages=2,
-        )  # fmt: skip
+    launch_kernel(
+        _score_blocks,
+        grid,
+        (q, k, best),
+        (*list_strides(q, k), heads, queries, blocks),
+        {
+            "SHARED": heads // k.shape[1], "BLOCK_SIZE": block_size, "SIZE": size, "ROWS": rows, "COLUMNS": columns,
+            "PER_PROGRAM": BLOCKS_PER_PROGRAM, "IEEE": q.dtype == torch.float32,
+        },
+        {"num_warps": 8 if rows == 128 else 4, "num_stages": 2},
+    )  # fmt: skip
     return best.mT
 
 
