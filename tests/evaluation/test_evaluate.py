@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from isentrope.data.tasks import SENTENCES, load_filler
@@ -88,6 +89,10 @@ def test_what_texts_may_be(tmp_path):
     assert [document.text for document in iterate_documents(["Who came?", "a\nb"])] == ["Who came?", "a\nb"]
     assert [document.tokens for document in iterate_documents([1, 2, 3])] == [(1, 2, 3)]
     assert [document.tokens for document in iterate_documents([[1, 2], [3]])] == [(1, 2), (3,)]
+    assert [document.tokens for document in iterate_documents(torch.tensor([1, 2]))] == [(1, 2)]
+    for wrong in (None, [None], [[0.5]]):
+        with pytest.raises(ValueError, match="text 1: expected a string, a path or a list of token ids, got"):
+            list(iterate_documents(wrong))
     with pytest.raises(ValueError, match=r"expected a file, a folder or a glob, got 'nowhere\.txt'"):
         list(iterate_documents("nowhere.txt"))
     with pytest.raises(ValueError, match="texts: expected token ids for a model that does not name its folder"):
@@ -105,6 +110,11 @@ def test_what_texts_may_be(tmp_path):
 def test_what_cannot_be_compared(arguments, message):
     with pytest.raises(ValueError, match=message):
         evaluate(llama(), tokens(2, 120).tolist(), *arguments)
+
+
+def test_tokens_that_a_model_does_not_have_are_refused():
+    with pytest.raises(ValueError, match=r"text 2: expected tokens 0 … .*, got 5 … 5000; take the model's own"):
+        evaluate(llama(), [[1] * 100, [5, 5000] * 50], "infoscale", 100)
 
 
 def test_a_text_given_twice_counts_once():

@@ -25,7 +25,7 @@ from isentrope.analysis.observe import entropy_rows, find_gated_units, run_obser
 from isentrope.evaluation.loading import get_model_name, load_causal_model, load_on_device, load_tokenizer
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import write_results
-from isentrope.evaluation.texts import Text, TextInput, iterate_documents
+from isentrope.evaluation.texts import Text, TextInput, check_vocabulary, iterate_documents
 from isentrope.hf.capture import CapturedAttention, get_recipe
 from isentrope.hf.extend import extend, restore
 from isentrope.hf.names import CONFIG_KEY
@@ -241,6 +241,7 @@ def measure_attention(model: Any, name: str, text: Text, config: InspectConfig, 
     longest = config.lengths[-1]
     if len(text.tokens) < longest:
         raise ValueError(f"{text.name}: expected {longest} tokens, the longest of lengths, got {len(text.tokens)}")
+    check_vocabulary([text], model)
     trained = config.train_length or read_train_length(model.config.get_text_config())
     lengths = sorted({*config.lengths, *([trained] if trained and trained <= longest else [])})
     ids = torch.tensor(text.tokens[:longest])[None]

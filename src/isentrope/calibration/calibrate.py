@@ -36,7 +36,7 @@ from isentrope.calibration.select import DEFAULTS, LEVELS, carries_interval, get
 from isentrope.evaluation.answers import score_answer
 from isentrope.evaluation.loading import as_model, get_model_name, identify_model, keep_mode, read_causal_config
 from isentrope.evaluation.metrics import Array, finite_perplexities, mean_interval, percent_change
-from isentrope.evaluation.perplexity import check_logits, measure_text
+from isentrope.evaluation.perplexity import check_model, measure_text
 from isentrope.evaluation.prompts import Prompt, PromptFormat
 from isentrope.evaluation.recipe_texts import under_recipe
 from isentrope.evaluation.results import CALIBRATION, ResultsStore
@@ -181,7 +181,7 @@ class _Calibration:
         self.seconds_before = self.data["seconds"]
 
     def run(self, prompts: PromptFormat | None = None) -> CalibrationResult:
-        check_logits(self.model, torch.tensor(self.held_out[0].tokens[:32]))
+        check_model(self.model, [*self.held_out, *self.fitting])
         self.notify(f"{len(self.fitting)} documents to fit to, {len(self.held_out)} held out")
         if prompts is not None and self.config.with_retrieval:
             texts = [*self.fitting, *self.held_out]

@@ -23,7 +23,7 @@ from isentrope.evaluation.ranking import Leaderboard, RankedRecipe, choose_best,
 from isentrope.evaluation.recipe_texts import PLAIN, under_recipe
 from isentrope.evaluation.results import list_failures, write_results
 from isentrope.evaluation.retrieval import RetrievalConfig, check_retrieval, measure_retrieval
-from isentrope.evaluation.texts import Text, TextInput, collect_texts, iterate_documents
+from isentrope.evaluation.texts import Text, TextInput, check_vocabulary, collect_texts, iterate_documents
 from isentrope.hf.auto import resolve_auto
 from isentrope.hf.train_length import read_train_length
 from isentrope.recipe import Recipe, auto
@@ -269,6 +269,7 @@ def compare_recipes(
     Returns:
         The comparison with the recipes that the model takes, and why cells failed, one line each.
     """
+    check_vocabulary(inputs.texts, model)
     check_learned_positions(model, comparison.perplexity.length)
     comparison = keep_supported(comparison, model, notify)
     retrieval, prompts = comparison.retrieval, inputs.prompts

@@ -23,7 +23,7 @@ from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mean_interval, percent_change
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
-from isentrope.evaluation.texts import Text, check_texts
+from isentrope.evaluation.texts import Text, check_texts, check_vocabulary
 from isentrope.hf.extend import find_extension
 from isentrope.hf.introspection import introspect_once
 from isentrope.hf.train_length import read_train_length
@@ -103,7 +103,7 @@ def measure_perplexity(
     todo = [(recipe, text) for recipe in config.recipes for text in texts if (recipe, text.sha256) not in store.cells]
     model.eval()
     if todo:
-        check_logits(model, torch.tensor(texts[0].tokens[:32]))
+        check_model(model, texts)
     failed: list[dict[str, str]] = []
     for recipe, text in track_progress(todo, lambda cell: cell[0]):
         key = {"recipe": recipe, "text": text.sha256}
@@ -196,8 +196,10 @@ def get_decoder(model: PreTrainedModel) -> Any:
     return parts[0]
 
 
-def check_logits(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Check that a model's logits are finite, and its output embedding on its last hidden state and nothing more."""
+def check_model(model: PreTrainedModel, texts: Sequence[Text]) -> None:
+    """Check that a model reads all tokens, and that its logits are finite and its output embedding's alone."""
+    check_vocabulary(texts, model)
+    tokens = torch.tensor(texts[0].tokens[:32])
     with torch.inference_mode():
         logits = model(input_ids=tokens.to(model.device)[None], use_cache=False).logits[0, :-1].float()
     if not logits.isfinite().all():

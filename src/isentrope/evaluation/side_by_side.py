@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from isentrope.evaluation.loading import identify_model
 from isentrope.evaluation.perplexity import get_decoder, losses_from_hidden
 from isentrope.evaluation.recipe_texts import check_recipes, under_recipe
-from isentrope.evaluation.texts import Text, check_texts
+from isentrope.evaluation.texts import Text, check_texts, check_vocabulary
 from isentrope.hf.train_length import read_train_length
 from isentrope.utils.files import write_json
 from isentrope.utils.provenance import collect_provenance
@@ -76,6 +76,7 @@ def compare_side_by_side(
         ValueError: the text is too short.
     """
     check_texts([text], config.length)
+    check_vocabulary([text], model)
     train_length = read_train_length(model.config.get_text_config())
     tokens = torch.tensor(text.tokens[: config.length])
     after = text.tokens[config.length : config.length + config.new_tokens]

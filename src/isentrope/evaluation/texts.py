@@ -7,14 +7,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import iglob
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from isentrope.data.corpus import Document, read_documents
 from isentrope.data.source import find_text_files
 from isentrope.evaluation.loading import load_tokenizer
+from isentrope.utils.messages import format_value
 
 MAX_PATH_CHARACTERS = 4096
 
@@ -72,14 +76,32 @@ def iterate_documents(inputs: TextInput | Sequence[TextInput]) -> Iterator[Docum
             files = [each] if isinstance(each, Path) and not each.is_dir() else find_text_files(str(each))
             yield from read_documents(files)
         else:
-            yield Document(f"text {number}", tokens=tuple(int(token) for token in each))
+            yield Document(f"text {number}", tokens=_read_ids(each, number))
 
 
 def _as_sequence(inputs: Any) -> list[Any]:
     if isinstance(inputs, str | Path | Text):
         return [inputs]
-    items = list(inputs)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+    items = list(inputs) if isinstance(inputs, Iterable) else [inputs]
+    return [items] if items and all(_is_id(item) for item in items) else items
+
+
+def _is_id(item: Any) -> bool:
+    """Whether something is a whole number, of Python, numpy or a tensor."""
+    try:
+        index(item)
+    except TypeError:
+        return False
+    return True
+
+
+def _read_ids(row: Any, number: int) -> tuple[int, ...]:
+    try:
+        return tuple(index(token) for token in row)
+    except TypeError as error:
+        raise ValueError(
+            f"text {number}: expected a string, a path or a list of token ids, got {format_value(row)}"
+        ) from error
 
 
 def _names_files(text: str) -> bool:
@@ -135,6 +157,17 @@ def check_texts(texts: Sequence[Text], length: int) -> None:
     short = [text.name for text in texts if len(text.tokens) < length]
     if short or not texts:
         raise ValueError(f"texts: expected documents of {length} tokens or more, got {short or 'none'}")
+
+
+def check_vocabulary(texts: Sequence[Text], model: PreTrainedModel) -> None:
+    """Raise a ValueError unless a model has an embedding of every token, which that of another tokenizer may lack."""
+    size = len(cast(Tensor, model.get_input_embeddings().weight))
+    for text in texts:
+        if text.tokens and not 0 <= min(text.tokens) <= max(text.tokens) < size:
+            raise ValueError(
+                f"{text.name}: expected tokens 0 … {size - 1}, which the model has, got {min(text.tokens)} … "
+                f"{max(text.tokens)}; take the model's own tokenizer"
+            )
 
 
 def _byte_ends(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Position(Part):
 
     rotates = False
     longest: int | None = None  # the longest supported row
-    depends_on_place = False  # whether a pair's positions depend on where it is in the row, and not on its distance alone
+    depends_on_place = False  # positions depend on where a pair is in the row, not on its distance alone
     keys_cacheable = True  # whether rotated keys may be cached: one branch, and angles independent of the length
 
     @property
