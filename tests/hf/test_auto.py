@@ -130,7 +130,14 @@ def test_auto_where_the_config_scales_frequencies():
     ise.restore(model)
     description = ise.describe(ise.extend(model, "auto", length=512))
     assert description.recipe == "rerope:window=128+share:reference=128"
-    assert any("rope_type 'default'" in reason for reason in description.reasons)
+    advice = "'rope_type': 'default', 'rope_theta': <its own>} and max_position_embeddings=64"
+    assert any(advice in reason for reason in description.reasons)
+
+
+def test_auto_refuses_frequencies_that_follow_the_length():
+    dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+    with pytest.raises(ValueError, match=r"recipe 'auto': not for rope_type 'dynamic'.*'rope_theta': 10000}"):
+        ise.extend(dynamic, "auto", length="4x")
 
 
 def test_windows_that_leave_new_distances_or_hide_first_keys_warn():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -251,7 +253,19 @@ LLAMA3 = {
 def test_frequencies_that_are_scaled_already(recipe):
     model = llama(rope_parameters=LLAMA3, max_position_embeddings=8 * TRAINED)
     name = recipe.split(":")[0]
-    refused(model, recipe, f"llama: its frequencies are already scaled .rope_type 'llama3'.*{name}")
+    refused(
+        model, recipe, f"llama: its frequencies are already scaled .rope_type 'llama3'.*{name}.*was trained with them"
+    )
+
+
+def test_how_to_load_a_model_without_its_scaling():
+    """Its length is that of before only where that is said too."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED, "rope_theta": 10000.0}
+    model = llama(rope_parameters=yarn, max_position_embeddings=4 * TRAINED)
+    advice = f"'rope_type': 'default', 'rope_theta': 10000}} and max_position_embeddings={TRAINED}, or use a method"
+    refused(model, "ntk:factor=4", re.escape(advice))
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    assert ise.describe(llama(rope_parameters=plain, max_position_embeddings=TRAINED)).train_length == TRAINED
 
 
 @pytest.mark.parametrize("recipe", ["rerope:window=40", "leakyrerope:window=40", "selfextend:window=40,group=4"])

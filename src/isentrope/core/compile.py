@@ -18,6 +18,8 @@ MAX_EAGER_ENTRIES = 1 << 12  # tensors as small as those of one token gain nothi
 HAS_TRITON = find_spec("triton") is not None
 # TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly, for debugging
 TRITON_INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
+HOPPER_SHARED_MEMORY_BYTES = 227 << 10  # of a program
+AMD_SHARED_MEMORY_BYTES = 64 << 10
 _NO_CONTEXT = nullcontext()
 
 
@@ -38,6 +40,23 @@ def values_are_readable(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def find_shared_memory(x: Tensor) -> int:
+    """Return how many bytes of shared memory a program has on x's device; Hopper's where kernels are interpreted."""
+    return _read_shared_memory(x.device) if x.is_cuda else HOPPER_SHARED_MEMORY_BYTES
+
+
+@bounded_cache(MAX_DEVICES)
+def _read_shared_memory(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_MEMORY_BYTES)  # AMD's cards do not say
+
+
+@bounded_cache(MAX_DEVICES)
+def count_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @bounded_cache(MAX_DEVICES)

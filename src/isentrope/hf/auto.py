@@ -23,6 +23,11 @@ def choose_for_layers(layers: Sequence[LayerInfo], config: PreTrainedConfig, len
         config: of its text model.
         length: tokens to read, or such as "4x" times the training length.
     """
+    if ropes := [layer.rope for layer in layers if layer.rope is not None and layer.rope.kind == "dynamic"]:
+        raise ValueError(
+            "recipe 'auto': not for rope_type 'dynamic', which follows the length of the text already; leave the model "
+            f"as it is, or {ropes[0].as_model().unscaled_advice}"
+        )
     spans = [[span for span in layer.region.spans if span.low > float("-inf")] for layer in layers]
     facts = ModelFacts(
         train_length=read_train_length(config),

@@ -310,14 +310,16 @@ def fit_position(
     Raises:
         ValueError: the method and the model's frequencies exclude each other.
     """
+    model = rope.as_model(model_type)
     if rope.kind == "dynamic" or (rope.kind == "longrope" and stream is not None):
         what = f"leave {position.name()!r} out" if stream is None else "leave the sinks out"
+        advice = model.unscaled_advice
         raise ValueError(
             f"{model_type}: its rope_type {rope.kind!r} changes angles with the length of the input, which "
-            f"{'no other position method' if stream is None else 'distances inside a cache'} can be joined to; {what}, "
-            "or load it with rope_type 'default'"
+            f"{'no other position method' if stream is None else 'distances inside a cache'} can be joined to; {what}"
+            f"{'' if advice is None else f', or {advice}'}"
         )
-    fitted = position.fit(rope.as_model(model_type))
+    fitted = position.fit(model)
     if not fitted.rotates:
         return fitted, None
     _check_rescale(fitted)

@@ -102,10 +102,11 @@ class StreamingCache(Cache):
             )
         # all layers share one mask, so that they keep the same tokens: those that any of them needs
         sinks, window = (max(each) for each in zip(*known, strict=True))
-        if any(layer.rope is not None and layer.rope.kind in LENGTH_DEPENDENT_ROPE_TYPES for layer in extension.layers):
+        ropes = [layer.rope for layer in extension.layers if layer.rope is not None]
+        if any(rope.kind in LENGTH_DEPENDENT_ROPE_TYPES for rope in ropes):
             raise ValueError(
                 "StreamingCache: expected angles that do not depend on the length of the text, which it does not keep; "
-                "load the model with rope_type 'default'"
+                f"{ropes[0].as_model().unscaled_advice or 'take another model'}"
             )
         native = [-span.low for layer in extension.layers for span in layer.region.spans if span.low != -inf]
         if native and max(native) >= window:

@@ -16,16 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.hf.introspection import LayerInfo
 from isentrope.masks import Lambda, Sink, Window
+from isentrope.positions.branch import TRAINED_SCALED, TRAINED_SCALINGS
 from isentrope.recipe import Recipe
 from isentrope.temperatures import Fitted
 from isentrope.utils.messages import truncate
 
 # models whose learned positions begin after the padding token's
 COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
-# scalings, and models whatever their scaling, that are trained at the length after it
-TRAINED_SCALINGS = ("llama3", "longrope")
 STATIC_SCALINGS = ("linear", "yarn")  # by the same factor at every length
-TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
 POSITION_TABLES = ("position_embeddings", "embed_positions", "wpe")  # of BERT, OPT and GPT-2
 OTHER_NAMES = ("seq_length", "max_seq_len")  # of BLOOM and MPT, which have no max_position_embeddings
 CONFIG_IS_WRONG = "unless its config is wrong"  # ends the warning of a length that a config does not state

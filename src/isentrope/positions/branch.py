@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isentrope.core.region import EVERYTHING, Region
 from isentrope.parts import Part
+from isentrope.utils.messages import advise_unscaled
 
 Lengths = tuple[Tensor | int, Tensor | int]  # keys in the row or document of each query and of each key
 RotaryPair = tuple[Tensor | float | None, Tensor | float | None]  # positions of queries and keys, as in a branch
@@ -33,6 +34,11 @@ class Branch:
     key: Tensor | float | None = None
     slopes: Tensor | None = None
     far: bool = False
+
+
+# kinds of scaled frequencies, and models whatever their kind, that are trained at the length after scaling
+TRAINED_SCALINGS = ("llama3", "longrope")
+TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,17 +66,25 @@ class ModelRotary:
         """Number of entries of a head that are rotated."""
         return 2 * self.theta.shape[-1]
 
+    @property
+    def unscaled_advice(self) -> str | None:
+        """How to load the model without its scaling; None where there is none, or the model was trained with it."""
+        if self.kind in ("default", *TRAINED_SCALINGS) or self.model_type in TRAINED_SCALED:
+            return None
+        return advise_unscaled(self.parameters.get("original_max_position_embeddings"), self.base)
+
     def check_unscaled(self, name: str) -> None:
         """Check that the model's frequencies follow from its base alone.
 
         Raises:
             ValueError: the method `name` computes frequencies from the base, which would discard the model's scaling.
         """
-        remedy = "use a method that keeps them, such as 'rerope', 'selfextend' or 'pi'"
+        remedy = "use a method that keeps them, such as 'rerope' or 'selfextend'"
         if self.kind != "default":
+            advice = self.unscaled_advice
             raise ValueError(
                 f"{self.model_type}: its frequencies are already scaled (rope_type {self.kind!r}), and {name} would "
-                f"replace them; load it with rope_type 'default', or {remedy}"
+                f"replace them; {'the model was trained with them: ' if advice is None else f'{advice}, or '}{remedy}"
             )
         exponents = torch.arange(0, self.dim, 2, device=self.theta.device) / self.dim
         # bf16 frequencies are rounded to eight bits

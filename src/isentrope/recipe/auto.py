@@ -11,7 +11,7 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from isentrope.core.choice import BlockChoice
-from isentrope.utils.messages import format_value
+from isentrope.utils.messages import advise_unscaled, format_value
 from isentrope.utils.parsing import parse_length
 
 AUTO = "auto"
@@ -20,9 +20,6 @@ RETRIEVE_FROM = 4.0  # times the training length: choosing far keys was measured
 RETRIEVE_BLOCKS = 16
 MAX_BLOCK_SIZE = 128  # a block has the power of two at or above √n_tr keys: 16, 64, 128 at 256, 2048, 8192 tokens
 MIN_TRAIN_LENGTH = 4
-UNSCALED_ADVICE = (
-    "for a recipe in place of that scaling, load the model with rope_type 'default' in its rope_parameters"
-)
 
 
 class AutoRecipe(NamedTuple):
@@ -82,8 +79,9 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
     tokens, known = parse_length(length, trained), model.scaled_length or trained
     if tokens <= trained:
         return AutoRecipe("plain", (f"plain: {tokens} tokens are inside the training length of {trained}",))
+    unscaled = f"for a recipe in place of that scaling {advise_unscaled(trained)}"
     if tokens <= known:
-        reason = f"its config scales the frequencies for {known} tokens already; {UNSCALED_ADVICE}"
+        reason = f"its config scales the frequencies for {known} tokens already; {unscaled}"
         return AutoRecipe("plain", (f"plain: {reason}",))
     factor = tokens / known
     if not model.is_rotary:
@@ -119,7 +117,7 @@ def choose_recipe(model: ModelFacts, length: int | str) -> AutoRecipe:
         del parts[share]
         others.append(f"no share: a query sees at most {most} far keys, no more than the {known - window} of before")
     if known != trained:
-        others.append(UNSCALED_ADVICE)
+        others.append(unscaled)
     others.append("no temperature: near attention stays as it was trained, and far attention does without")
     if any(window is not None for window in model.windows):
         others.append("layers with a window of their own keep it")

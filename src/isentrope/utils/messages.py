@@ -30,3 +30,12 @@ def suggest(word: object, known: Iterable[str]) -> str:
     names = list(known)
     matches = difflib.get_close_matches(word, names, 1) if isinstance(word, str) else []
     return f"; did you mean {matches[0]!r}?" if matches else f"; known are {', '.join(sorted(names))}"
+
+
+def advise_unscaled(train_length: int | None, base: float | None = None) -> str:
+    """Say how to load a model without the scaling of its frequencies: its length is then not the scaled one either."""
+    theta, length = "<its own>" if base is None else f"{base:.15g}", train_length or "<that before scaling>"
+    return (
+        f"load the model with rope_parameters={{'rope_type': 'default', 'rope_theta': {theta}}} and "
+        f"max_position_embeddings={length}"
+    )

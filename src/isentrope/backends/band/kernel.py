@@ -14,8 +14,7 @@ from isentrope.backends.band.copy_engine import describe_blocks
 from isentrope.backends.band.slopes_kernel import find_reach
 from isentrope.backends.merge import PartialOutput
 from isentrope.backends.softmax_kernel import accumulate, move_gap
-from isentrope.core.caching import MAX_DEVICES, bounded_cache
-from isentrope.core.compile import cuda_capability_major
+from isentrope.core.compile import cuda_capability_major, find_shared_memory
 from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
@@ -84,7 +83,8 @@ def launch(
     """
     batch, heads, queries, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    rows, columns, stages, warps = _choose_blocks(q.device)[max(size, value_size)]
+    described = has_copy_engine(q)
+    rows, columns, stages, warps = _choose_blocks(q, described)[max(size, value_size)]
     # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
     order = queries * heads * value_size, value_size, heads * value_size, 1
     out = q.new_empty_strided((batch, heads, queries, value_size), order)
@@ -97,7 +97,6 @@ def launch(
     far_out, far_lse, first = far or PartialOutput(out, lse, 0)
     lows, highs = intervals or (lse, lse)
     head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
-    described = has_copy_engine(q.device)
     k_blocks, v_blocks = (describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
     strides = list_strides(q, v, sink_keys, far_out, k)
     launch_kernel(
@@ -133,18 +132,14 @@ def launch(
     return out, lse
 
 
-def has_copy_engine(device: torch.device) -> bool:
+def has_copy_engine(x: Tensor) -> bool:
     """Return whether keys are loaded by Hopper's copy engine, as Triton's interpreter does too; else by pointers."""
-    return device.type != "cuda" or cuda_capability_major(device) >= HOPPER
+    return not x.is_cuda or cuda_capability_major(x.device) >= HOPPER
 
 
-@bounded_cache(MAX_DEVICES)
-def _choose_blocks(device: torch.device) -> dict[int, tuple[int, int, int, int]]:
-    if device.type != "cuda":
-        return SERVER_BLOCKS
-    shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    large = has_copy_engine(device) and shared_memory > MIN_SHARED_MEMORY_BYTES  # pointers take registers
-    return SERVER_BLOCKS if large else CONSUMER_BLOCKS
+def _choose_blocks(x: Tensor, described: bool) -> dict[int, tuple[int, int, int, int]]:
+    # pointers take registers
+    return SERVER_BLOCKS if described and find_shared_memory(x) > MIN_SHARED_MEMORY_BYTES else CONSUMER_BLOCKS
 
 
 @triton.jit

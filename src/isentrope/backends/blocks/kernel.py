@@ -17,7 +17,7 @@ import triton.language as tl
 from isentrope.backends.merge import PartialOutput
 from isentrope.backends.softmax_kernel import accumulate
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import device_context
+from isentrope.core.compile import device_context, find_shared_memory
 from isentrope.core.rotation_kernel import list_strides
 
 LN2 = tl.constexpr(log(2))
@@ -56,10 +56,8 @@ def _choose_shape(branch: FoldedBranch, rows: int, block_size: int) -> tuple[int
     most_rows, columns, stages, warps = SHAPES[size]
     rows = min(most_rows, max(MIN_MATRIX_SIZE, triton.next_power_of_2(rows)))
     columns = min(columns, max(MIN_MATRIX_SIZE, triton.next_power_of_2(block_size)))
-    if q.is_cuda:
-        memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
-        while stages > 1 and (rows + 2 * stages * columns) * size * q.element_size() > memory:
-            stages -= 1
+    while stages > 1 and (rows + 2 * stages * columns) * size * q.element_size() > find_shared_memory(q):
+        stages -= 1
     return rows, columns, stages, warps
 
 

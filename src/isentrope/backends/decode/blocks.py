@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from isentrope.core.caching import MAX_DEVICES, bounded_cache
+from isentrope.core.caching import bounded_cache
+from isentrope.core.compile import count_multiprocessors, find_shared_memory
 
 
 class Blocks(NamedTuple):
@@ -43,15 +44,11 @@ MAX_SPLIT_COUNTS = 1024  # kept
 MULTIPROCESSORS = 132  # of a GPU that is not there, in the interpreter
 
 
-@bounded_cache(MAX_DEVICES)
-def find_device_blocks(device: torch.device) -> tuple[int, dict[int, Blocks]]:
-    """Return how many multiprocessors a device has, and blocks that fit their shared memory."""
-    if device.type != "cuda":
-        return MULTIPROCESSORS, SERVER_BLOCKS
-    properties = torch.cuda.get_device_properties(device)
-    # AMD's cards do not say
-    large = getattr(properties, "shared_memory_per_block_optin", 0) > MIN_SHARED_MEMORY_BYTES
-    return properties.multi_processor_count, SERVER_BLOCKS if large else CONSUMER_BLOCKS
+def find_device_blocks(x: Tensor) -> tuple[int, dict[int, Blocks]]:
+    """Return how many multiprocessors x's device has, and blocks that fit their shared memory."""
+    multiprocessors = count_multiprocessors(x.device) if x.is_cuda else MULTIPROCESSORS
+    large = find_shared_memory(x) > MIN_SHARED_MEMORY_BYTES
+    return multiprocessors, SERVER_BLOCKS if large else CONSUMER_BLOCKS
 
 
 def fit_angles(blocks: Blocks, together: int) -> int:

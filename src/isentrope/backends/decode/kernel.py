@@ -63,7 +63,7 @@ class DecodeLaunch:
         kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
         groups = heads // kv_heads
         rotated = rotated + [False] * (4 - len(rotated))
-        multiprocessors, blocks = find_device_blocks(q.device)
+        multiprocessors, blocks = find_device_blocks(q)
         own_blocks = blocks[max(size, value_size)]
         vectors, stages, warps, resident = own_blocks
         if q.element_size() > 2:
