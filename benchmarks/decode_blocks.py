@@ -41,14 +41,14 @@ def main() -> None:
     parser.add_argument("--shapes", help="of all head sizes, in place of a few for each")
     options = parser.parse_args()
     size = replace(sizes(), seconds=0.1)
-    device = torch.empty(0, device=size.device).device
-    if not can_run_triton(torch.empty(0, device=device)):
+    probe = torch.empty(0, device=size.device)
+    if not can_run_triton(probe):
         parser.error("expected Triton and a GPU, or TRITON_INTERPRET=1 and a small --n")
     best: list[str] = []
     for counts in options.heads.split(","):
         heads, key_heads, d = map(int, counts.split("/"))
         shape = Shape(options.batch, heads, key_heads, 1, options.n, d)
-        blocks = find_device_blocks(device)[1]
+        blocks = find_device_blocks(probe)[1]
         own = blocks[d]
         listed = (options.shapes or SHAPES[d]).split(",")
         candidates = dict.fromkeys([own, *(Blocks(*map(int, text.split("x"))) for text in listed)])

@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from isentrope.backends import sdpa, tile_kernels
 from isentrope.core.caching import clear_caches
 
-HOPPER = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448)
+HOPPER = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448, multi_processor_count=132)
 
 
 class Launches:
@@ -48,22 +48,33 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Te
 
 
 def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return q, q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+    return q, _make_lse(q)[..., None]
+
+
+def _make_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @contextmanager
-def stub_gpu() -> Iterator[Launches]:
-    """Let tensors on the CPU pass for those of a Hopper card; what is cached meanwhile is dropped at the end.
+def stub_gpu(card: Any = HOPPER) -> Iterator[Launches]:
+    """Let tensors on the CPU pass for those of a card; what is cached meanwhile is dropped at the end.
+
+    Args:
+        card: its compute capability, the shared memory of a program in bytes, and how many multiprocessors it has.
 
     Yields:
         The launches of Triton's kernels so far.
     """
     launches = Launches()
-    kernels = SimpleNamespace(_scaled_dot_product_cudnn_attention=_attend_with_lse)
+    kernels = SimpleNamespace(
+        _scaled_dot_product_cudnn_attention=_attend_with_lse,
+        _scaled_dot_product_efficient_attention=lambda q, *others, **options: (q, _make_lse(q)),
+        _flash_attention_forward=lambda q, *others, **options: (q, _make_lse(q.transpose(1, 2))),
+    )
     replacements: list[tuple[Any, str, Any]] = [
         (Tensor, "is_cuda", property(lambda x: True)),
-        (torch.cuda, "get_device_capability", lambda device=None: HOPPER.capability),
-        (torch.cuda, "get_device_properties", lambda device=None: HOPPER),
+        (torch.cuda, "get_device_capability", lambda device=None: card.capability),
+        (torch.cuda, "get_device_properties", lambda device=None: card),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "current_device", lambda: None),  # the index of the CPU
         (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel(launches)),

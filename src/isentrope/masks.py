@@ -34,7 +34,7 @@ class Mask(Part):
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Every key; in causal attention, every j ≤ i."""
+    """Every key; in causal attention, every j ≤ i (Vaswani et al., 2017)."""
 
     def idle(self, length: int) -> bool:
         return True
@@ -45,7 +45,7 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """j ≤ i."""
+    """j ≤ i (Vaswani et al., 2017)."""
 
     causal = True
 

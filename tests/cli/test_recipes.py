@@ -25,6 +25,7 @@ def test_every_part_has_a_formula_and_its_options():
         assert all(option.meaning for option in part.options), name
     assert described["rerope"].source == "Su, 2023" and "(" not in described["rope"].source
     assert described["infoscale"].source.startswith("Li et al.") and described["infoscale"].source.endswith("13–15")
+    assert described["share"].source == "this library" and described["causal"].source == "Vaswani et al., 2017"
     options = {option.name: option for option in described["selfextend"].options}
     assert options["window"].required and options["window"].text == "window=…" and options["base"].text == "base=10000"
     assert options["reach"].meaning.startswith("in place of group") and options["layout"].meaning  # inherited

@@ -38,7 +38,7 @@ def render() -> str:
     board = build_board(RESULTS / "frontier" / "smollm2-32k")
     ceiling, last = board["ceiling"], {row["recipe"]: row for row in board["rows"]}
     lines = [
-        "| SmolLM2-135M, trained to 8,192 tokens | perplexity: novel | technical text | passkeys found |",
+        "| SmolLM2-135M (4-bit GGUF), trained to 8,192 tokens | perplexity: novel | technical text | passkeys found |",
         "|---|---|---|---|",
         format_row("inside its length", ceiling["perplexity"], count_found(ceiling["retrieved"])),
     ]

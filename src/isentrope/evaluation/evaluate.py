@@ -227,6 +227,7 @@ def usual_recipes(trained: int, length: int) -> tuple[str, ...]:
         f"rerope:window={half}",
         f"rerope:window={half}+share",
         f"rerope:window={half}+share+{auto.format_retrieve(trained)}",
+        f"lampe:tail=0+yarntemperature:factor=2+{auto.format_retrieve(trained)}",
         f"selfextend:window={half},group={group}",
         f"selfextend:window={half},group={group}+share",
         f"sink:sinks=4,size={max(1, trained - 4)}",

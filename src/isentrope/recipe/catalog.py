@@ -12,6 +12,7 @@ from isentrope.recipe.kinds import KINDS, PARTS
 from isentrope.recipe.suggestions import suggest_part
 
 CITATION = re.compile(r"\s*\(([^()]*\b(?:19|20)\d\d)\)")
+OWN_SOURCE = "this library"
 SOURCE = re.compile(r"\bSource: (.+?)\.(?=\s*(?:\n\n|$))", re.DOTALL)
 FILLED_BY_MODEL = ("train_length", "heads", "dim")  # `extend` reads them from the model
 FILLED_MEANING = "by default the model's own."
@@ -102,7 +103,7 @@ def describe_part(kind: str, part: type[Part]) -> PartDescription:
         kind=kind,
         class_name=part.__name__,
         formula=CITATION.sub("", first).strip(),
-        source=_find_source(first, rest),
+        source=_find_source(first, details) or (OWN_SOURCE if part.__module__.startswith("isentrope.") else ""),
         options=options,
         details=_unwrap(details.strip()),
         needs_training=part.needs_training,
@@ -115,9 +116,9 @@ def _unwrap(text: str) -> str:
     return "\n\n".join(each if each.startswith(" ") else " ".join(each.split()) for each in paragraphs)
 
 
-def _find_source(first: str, rest: str) -> str:
+def _find_source(first: str, details: str) -> str:
     """Find the citation: of the first line, else after "Source:", else the first one in the text."""
-    match = CITATION.search(first) or SOURCE.search(rest) or CITATION.search(rest)
+    match = CITATION.search(first) or SOURCE.search(details) or CITATION.search(details)
     return " ".join(match[1].split()) if match else ""
 
 
