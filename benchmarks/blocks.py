@@ -2,7 +2,7 @@
 
     python benchmarks/blocks.py [--n 32768] [--windows 1024,4096] [--sizes 64,128] [--shapes 128x64x3x8,128x128x2x8]
 
-A shape is queries and keys of a block, pipeline stages and warps, as in `band_kernel.SERVER_BLOCKS`, whose own is the
+A shape is queries and keys of a block, pipeline stages and warps, as in `tile_shapes.SERVER_SHAPES`, whose own is the
 first of each size and what the others are compared with, in time and in what they return. bf16 on a GPU; on a CPU, with
 TRITON_INTERPRET=1 and a small --n, only whether shapes are right.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from measure import Row, save, sizes, times
 
-from isentrope.backends.band import kernel as band_kernel
+from isentrope.core import tile_shapes
 from isentrope.core.compile import can_run_triton
 from isentrope.functional import attention
 from isentrope.utils.provenance import collect_provenance
@@ -52,10 +52,10 @@ def main() -> None:
             with torch.no_grad():
                 return attention(q, k, v, recipe, causal=True, backend="band")
 
-        own = band_kernel.SERVER_BLOCKS[int(d)]
+        own = tile_shapes.SERVER_SHAPES[int(d)]
         usual = run()
         for shape in (own, *(shape for shape in shapes if shape != own)):
-            band_kernel.SERVER_BLOCKS[int(d)] = shape
+            tile_shapes.SERVER_SHAPES[int(d)] = shape
             row: Row = {"method": method.format(window), "size": int(d), "shape": shape}
             try:
                 torch.testing.assert_close(run(), usual, rtol=2e-2, atol=2e-2)
@@ -63,7 +63,7 @@ def main() -> None:
             except Exception as error:  # too much shared memory, or a shape that the compiler does not take
                 row["failed"] = str(error).strip().partition("\n")[0]
             finally:
-                band_kernel.SERVER_BLOCKS[int(d)] = own
+                tile_shapes.SERVER_SHAPES[int(d)] = own
             rows.append(row)
             print(d, row["method"], shape, f"{row['ms']:.3f} ms" if "ms" in row else row["failed"], flush=True)
             save(options.out, rows, run=collect_provenance(), n=options.n, heads=options.heads)

@@ -44,11 +44,12 @@ def values_are_readable(x: Tensor) -> bool:
 
 def find_shared_memory(x: Tensor) -> int:
     """Return how many bytes of shared memory a program has on x's device; Hopper's where kernels are interpreted."""
-    return _read_shared_memory(x.device) if x.is_cuda else HOPPER_SHARED_MEMORY_BYTES
+    return read_shared_memory(x.device) if x.is_cuda else HOPPER_SHARED_MEMORY_BYTES
 
 
 @bounded_cache(MAX_DEVICES)
-def _read_shared_memory(device: torch.device) -> int:
+def read_shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program has on a GPU."""
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_MEMORY_BYTES)  # AMD's cards do not say
 

@@ -14,17 +14,11 @@ from isentrope.backends.band.copy_engine import describe_blocks
 from isentrope.backends.band.slopes_kernel import find_reach
 from isentrope.backends.merge import PartialOutput
 from isentrope.backends.softmax_kernel import accumulate, move_gap
-from isentrope.core.compile import cuda_capability_major, find_shared_memory
 from isentrope.core.launching import launch_kernel, next_power_of_2
 from isentrope.core.rotation import Angles
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
+from isentrope.core.tile_shapes import choose_shape, has_copy_engine
 
-# Queries and keys per block, pipeline stages and warps, by head size. Up to 128 two blocks fit on a multiprocessor, so
-# that one multiplies while the other computes exponentials, and with up to 32 sinks no registers spill.
-SERVER_BLOCKS = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
-CONSUMER_BLOCKS = {32: (128, 64, 2, 4), 64: (128, 64, 2, 8), 128: (128, 32, 2, 8), 256: (64, 32, 2, 8)}
-MIN_SHARED_MEMORY_BYTES = 160 << 10  # of a multiprocessor, for SERVER_BLOCKS
-HOPPER = 9  # major compute capability, the first with a copy engine
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
 LN2 = tl.constexpr(log(2))
 
@@ -83,8 +77,7 @@ def launch(
     """
     batch, heads, queries, size = q.shape
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    described = has_copy_engine(q)
-    rows, columns, stages, warps = _choose_blocks(q, described)[max(size, value_size)]
+    rows, columns, stages, warps = choose_shape(q, max(size, value_size))
     # query by query, as models read it on and FlashAttention's backward takes it: neither copies it
     order = queries * heads * value_size, value_size, heads * value_size, 1
     out = q.new_empty_strided((batch, heads, queries, value_size), order)
@@ -97,6 +90,7 @@ def launch(
     far_out, far_lse, first = far or PartialOutput(out, lse, 0)
     lows, highs = intervals or (lse, lse)
     head_slopes, key_norms = (x.contiguous() for x in slopes) if slopes else (lse, lse)
+    described = has_copy_engine(q)
     k_blocks, v_blocks = (describe_blocks(x, columns) for x in (k, v)) if described else (k, v)
     strides = list_strides(q, v, sink_keys, far_out, k)
     launch_kernel(
@@ -130,16 +124,6 @@ def launch(
         {"num_stages": stages, "num_warps": warps},
     )  # fmt: skip
     return out, lse
-
-
-def has_copy_engine(x: Tensor) -> bool:
-    """Return whether keys are loaded by Hopper's copy engine, as Triton's interpreter does too; else by pointers."""
-    return not x.is_cuda or cuda_capability_major(x.device) >= HOPPER
-
-
-def _choose_blocks(x: Tensor, described: bool) -> dict[int, tuple[int, int, int, int]]:
-    # pointers take registers
-    return SERVER_BLOCKS if described and find_shared_memory(x) > MIN_SHARED_MEMORY_BYTES else CONSUMER_BLOCKS
 
 
 @triton.jit

@@ -19,10 +19,9 @@ from isentrope.backends.softmax_kernel import accumulate
 from isentrope.core.call import FoldedBranch
 from isentrope.core.compile import device_context, find_shared_memory
 from isentrope.core.rotation_kernel import list_strides
+from isentrope.core.tile_shapes import choose_shape
 
 LN2 = tl.constexpr(log(2))
-# Rows and keys of a tile, pipeline stages and warps, by head size: the shapes that are fastest for the band kernel.
-SHAPES = {32: (128, 64, 3, 4), 64: (64, 64, 3, 4), 128: (64, 64, 3, 4), 256: (64, 32, 2, 8)}
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
 
 
@@ -53,7 +52,7 @@ def _choose_shape(branch: FoldedBranch, rows: int, block_size: int) -> tuple[int
     """Return rows and keys of a tile, pipeline stages and warps that fit the memory of a multiprocessor."""
     q, v = branch.q, branch.v
     size = max(q.shape[-1], v.shape[-1])
-    most_rows, columns, stages, warps = SHAPES[size]
+    most_rows, columns, stages, warps = choose_shape(q, size)  # the shapes that are fastest for the band kernel
     rows = min(most_rows, max(MIN_MATRIX_SIZE, triton.next_power_of_2(rows)))
     columns = min(columns, max(MIN_MATRIX_SIZE, triton.next_power_of_2(block_size)))
     while stages > 1 and (rows + 2 * stages * columns) * size * q.element_size() > find_shared_memory(q):

@@ -16,9 +16,11 @@ from torch import Tensor
 from isentrope.backends.blocks.one_query import OneQueryPlan
 from isentrope.backends.decode.kernel import _compute_scores, _load_angles, _load_queries
 from isentrope.core.compile import device_context
+from isentrope.core.tile_shapes import is_server_card
 
-MAX_TILE_KEYS = 64
-MAX_TILE_BYTES = 32 << 10  # consumer GPUs have little shared memory
+MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 64  # tensor cores take no fewer
+MAX_TILE_BYTES = 32 << 10  # of keys in fp32; consumer GPUs have little shared memory
+MAX_POINTER_TILE_BYTES = 8 << 10  # of keys, where registers would spill otherwise
 TARGET_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
 SPLIT_KEYS = 128  # that a program attends to, where so many programs fit
 SEARCH_STEPS = tl.constexpr(31)  # bits of a float that is not negative
@@ -54,7 +56,8 @@ def launch(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: OneQueryPlan) ->
     integers = q.new_zeros(2 * pairs + lists * choice.blocks, dtype=torch.int32)
     out = q.new_empty(batch, heads, 1, value_size)
     lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    tile = min(MAX_TILE_KEYS, MAX_TILE_BYTES // (size * q.element_size()))
+    most = MAX_TILE_BYTES if is_server_card(q) else MAX_POINTER_TILE_BYTES
+    tile = max(MIN_TILE_KEYS, min(MAX_TILE_KEYS, most // (size * q.element_size())))
     strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2)
     shared = {
         "GROUPS": heads // kv_heads, "ROWS": plan.padded_groups, "HALF": size // 2,
