@@ -328,10 +328,9 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
         entry = _look_up(lambda n: temperature.scale(n.clamp_min(2), sizes.head_dim), temperature, None, layout, sizes)
         if entry is not None:
             return entry
-    n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(1)
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
-    n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
-    tau: Tensor = temperature.scale(n, sizes.head_dim)
+    n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(2)
+    tau: Tensor = temperature.scale(n[:, None].to(sizes.dtype), sizes.head_dim)
     if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau

@@ -74,7 +74,7 @@ class Retrieve(BlockChoice, Part):
             raise ValueError(f"Retrieve({unused}=…): has no effect with score={self.score!r}; leave it out")
 
     def idle(self, length: int) -> bool:
-        return True  # it acts on far keys alone, and a position method without any is idle itself
+        return True  # by itself: `Recipe.idle` asks whether there are far keys that it changes
 
     def describe_budget(self, window: int) -> str:
         """Return how many keys a query sees at most, in words."""

@@ -77,4 +77,4 @@ class Share(Part):
         return self if (row := take_layer(self, self.beta, layer)) is self.beta else replace(self, beta=row)
 
     def idle(self, length: int) -> bool:
-        return True  # it acts on far keys alone, and a position method without any is idle itself
+        return True  # by itself: `Recipe.idle` asks whether there are far keys that it changes

@@ -31,8 +31,9 @@ def compute_angles(position: Tensor | float | None, frequencies: Tensor, dtype: 
         angle = (
             spread_groups(position, frequencies.shape[-1]) if position.dim() == 3 else position[..., None]
         ) * frequencies
-    else:
-        angle = (position * frequencies).reshape(1, -1, frequencies.shape[-1])
+    else:  # frequencies may differ from row to row
+        angle = position * frequencies
+        angle = angle if angle.dim() == 3 else angle.reshape(1, -1, frequencies.shape[-1])
     angle = angle[:, None]
     return angle.cos(), angle.sin()
 

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from isentrope.core.compile import values_are_readable
+from isentrope.hf.layout_cache import LayoutCache
 from isentrope.parallel.cache import FILLED_UNDER
 from isentrope.utils.messages import truncate
+
+MADE_FOR = "isentrope_made_for"  # attribute of a cache that drops keys: the recipe that never sees them
 
 
 class CacheRecipe:
@@ -20,20 +23,30 @@ class CacheRecipe:
     learned for the plain model (prefix tuning) would be rotated twice or not at all.
 
     Args:
-        recipe: the text of the model's recipe; None where it caches keys as the plain model does.
+        text: the model's recipe.
+        changes_keys: whether it caches keys otherwise than the plain model.
+        layouts: of the model, which are told whether a pass is over a cache that drops keys.
     """
 
-    def __init__(self, recipe: str | None) -> None:
-        self.recipe = recipe
+    def __init__(self, text: str, changes_keys: bool, layouts: LayoutCache) -> None:
+        self.text, self.recipe, self.layouts = text, text if changes_keys else None, layouts
 
     def check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """A hook before the model runs: mark an empty cache, and refuse one that was filled elsewhere."""
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, Cache):
+        cache = next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, Cache)), None)
+        made_for: str | None = getattr(cache, MADE_FOR, None)
+        if not torch.compiler.is_compiling():
+            self.layouts.set_evicting(made_for is not None)
+        if cache is None:
             return
         if torch.compiler.is_compiling():  # where the mark cannot be read without a graph for each of its values
             self._mark(cache)
             return
+        if made_for is not None and made_for != self.text:
+            raise ValueError(
+                f"past_key_values: expected a StreamingCache made for {truncate(self.text)}, got one made for "
+                f"{truncate(made_for)}, which keeps other keys; make a new one"
+            )
         if (filled_under := getattr(cache, FILLED_UNDER, None)) == self.recipe:
             return
         length: int | Tensor = cache.get_seq_length()

@@ -27,7 +27,7 @@ from isentrope.hf.layer_plan import (
     LayerPlan,
     check_supported,
     check_trained,
-    collect_parts,
+    collect_recipes,
     plan_layers,
     resolve_recipe,
 )
@@ -302,9 +302,9 @@ def _apply(
         if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
             setattr(inner, SHARED_POSITION, position.to(inner.device).train(inner.training))
     skipped: dict[nn.Module, dict[str | None, bool]] = {}
-    layouts, parts = LayoutCache(len(plans)), collect_parts(plans)
+    layouts, recipes = LayoutCache(len(plans)), collect_recipes(plans)
     for index, (info, plan) in enumerate(zip(extension.layers, plans, strict=True)):
-        layer = Layer(info, plan, backend, index, layouts, parts)
+        layer = Layer(info, plan, backend, index, layouts, recipes)
         device = next((x.device for x in info.module.parameters()), inner.device)  # packed linears have none
         if device.type == "meta" and plan.recipe.learned:
             raise ValueError(f"{extension.model_type}: {info.name} is offloaded, so {recipe} has nowhere to learn")
@@ -324,7 +324,7 @@ def _apply(
     handles.append(inner.base_model.register_forward_pre_hook(layouts.begin_pass))
     handles.append(inner.base_model.register_forward_hook(layouts.end_pass))
     rotates = any(plan.skipped_rope is not None or plan.theta is not None for plan in plans)
-    caches = CacheRecipe(str(recipe) if rotates else None)
+    caches = CacheRecipe(str(recipe), rotates, layouts)
     handles.append(inner.base_model.register_forward_pre_hook(caches.check, with_kwargs=True))
     handles.append(inner.base_model.register_forward_hook(caches.mark_output))
     handles.append(inner.register_state_dict_pre_hook(mark_adapters))

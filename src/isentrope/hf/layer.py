@@ -25,7 +25,7 @@ from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, Tra
 from isentrope.hf.mask import apply_position_ids, make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
-from isentrope.masks import Lambda, Mask, Sink
+from isentrope.masks import Mask
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.heads import shard_temperature
 from isentrope.parallel.key_parts import Options
@@ -73,7 +73,7 @@ class Layer(nn.Module):
         backend: as in `isentrope.attention`.
         index: of the layer in the order in which layers run.
         layouts: shared by all layers of the model.
-        model_parts: the parts of all layers' recipes.
+        model_recipes: the recipes of all layers, those with the same parts once.
 
     Attributes:
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
@@ -94,7 +94,7 @@ class Layer(nn.Module):
         backend: str,
         index: int,
         layouts: LayoutCache,
-        model_parts: tuple[Any, ...],
+        model_recipes: tuple[Recipe, ...],
     ) -> None:
         super().__init__()
         recipe = self.recipe = plan.recipe
@@ -102,11 +102,10 @@ class Layer(nn.Module):
         self.native_mask, self.causal = _native_mask(info.region), info.causal
         rotates = recipe.position is not None and recipe.position.rotates
         self.rope = plan.skipped_rope if rotates else None
-        self.backend, self.index, self.layouts, self.model_parts = backend, index, layouts, model_parts
+        self.backend, self.index, self.layouts, self.model_recipes = backend, index, layouts, model_recipes
         self.eager_attention = info.eager_attention
         self.reads_evicted_keys = recipe.counts_unseen_keys or recipe.depends_on_place
-        self.evicts = isinstance(recipe.mask, (Sink, Lambda))
-        self.layout_kind = LayoutKind(self.rope is None, self.evicts, self.native_mask)
+        self.layout_kind = LayoutKind(self.rope is None, self.native_mask)
         self.parts = recipe.parts
         # for an error that may be raised while a graph is traced, where no part can be printed
         self.description = " + ".join(map(str, self.parts)) or "attention with windows, sinks or of the model's own"
@@ -122,7 +121,7 @@ class Layer(nn.Module):
         """Return whether rows of up to `length` keys come out as from the model before it was extended."""
         # where a cache has evicted keys, positions and lengths exceed the number of keys
         beyond = framed and self.reads_evicted_keys
-        return not beyond and all(part.idle(length) for part in self.parts)
+        return not beyond and self.recipe.idle(length)
 
     def forward(self, call: LayerCall) -> Tensor:
         query, key, sink_logits = call.query, call.key, call.sink_logits
@@ -254,7 +253,9 @@ class Layer(nn.Module):
         if self.rope is None or position_ids is None:
             return layout
         fits = position_ids.dim() == 2 and position_ids.shape[1] == layout.queries
-        return apply_position_ids(layout, position_ids, self.native_mask.visible, self.evicts) if fits else layout
+        if not fits:
+            return layout
+        return apply_position_ids(layout, position_ids, call.mask, self.native_mask.visible, self.layouts.evicting)
 
     def get_attention_arguments(
         self, layout: Layout | None, scaling: float | None, rotated: bool = False
@@ -309,7 +310,8 @@ class Layer(nn.Module):
     def _model_idle(self, length: int) -> bool:
         """Return whether no layer changes anything, and rows are no longer than some part allows for."""
         # without parts a recipe changes frequencies alone, at any length, where an eager matrix of weights may not fit
-        return bool(self.model_parts) and all(part.idle(length) for part in self.model_parts)
+        recipes = self.model_recipes
+        return any(recipe.parts for recipe in recipes) and all(recipe.idle(length) for recipe in recipes)
 
     def _run_eager(self, call: LayerCall, layout: Layout) -> Tensor:
         """Run the attention function of a model without SDPA, which holds all weights at once."""

@@ -241,9 +241,9 @@ def _localize(recipe: Recipe, layer: LayerInfo) -> Recipe:
     return replace(recipe, temperature=laws, share=shard_share(recipe.share, layer.local_heads))
 
 
-def collect_parts(plans: list[LayerPlan]) -> tuple[Any, ...]:
-    """Return every part of every layer's recipe, once."""
-    return tuple({id(part): part for plan in plans for part in plan.recipe.parts}.values())
+def collect_recipes(plans: list[LayerPlan]) -> tuple[Recipe, ...]:
+    """Return the recipes of all layers, those with the same parts once."""
+    return tuple({tuple(map(id, plan.recipe.parts)): plan.recipe for plan in plans}.values())
 
 
 def _same_parts(one: Recipe, other: Recipe) -> bool:

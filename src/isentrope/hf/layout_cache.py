@@ -36,12 +36,10 @@ class LayoutKind(NamedTuple):
     """What a layout depends on in a layer; layers with equal ones share it.
 
     rotated: whether queries and keys arrive rotated.
-    evicts: whether a cache drops keys that the recipe does not see.
     mask: of the layer before it was extended; equal ones are one object.
     """
 
     rotated: bool
-    evicts: bool
     mask: Mask
 
 
@@ -92,6 +90,7 @@ class LayoutCache:
     Attributes:
         sharded: whether the pass began with a part of a sequence, of which other processes have the rest.
         paged_threads: those whose current pass is over a paged cache, as a server's is beside other passes.
+        evicting_threads: those whose current pass is over a cache that drops keys.
         traced: the layouts of the pass that is being traced, None outside of one.
     """
 
@@ -101,7 +100,7 @@ class LayoutCache:
     def __init__(self, layer_count: int) -> None:
         self.layer_count = layer_count
         self.entries = dict[Hashable, CachedLayout]()
-        self.paged_threads = set[int]()
+        self.paged_threads, self.evicting_threads = set[int](), set[int]()
         register_owner(self)
 
     def get(
@@ -151,10 +150,16 @@ class LayoutCache:
 
     def set_paged(self, paged: bool) -> None:
         """Note whether the pass of this thread is over a paged cache."""
-        if paged:
-            self.paged_threads.add(threading.get_ident())
-        elif self.paged_threads:
-            self.paged_threads.discard(threading.get_ident())
+        _note_thread(self.paged_threads, paged)
+
+    def set_evicting(self, evicting: bool) -> None:
+        """Note whether the pass of this thread is over a cache that drops keys."""
+        _note_thread(self.evicting_threads, evicting)
+
+    @property
+    def evicting(self) -> bool:
+        """Whether the pass of this thread is over a cache that drops keys."""
+        return len(self.evicting_threads) > 0 and threading.get_ident() in self.evicting_threads
 
     @property
     def paged(self) -> bool:
@@ -180,7 +185,7 @@ class LayoutCache:
     ) -> TracedLayout:
         """Return the layout of a call in a graph that is being traced; `sizes` are its queries and keys."""
         for entry in self.traced or ():
-            if entry.kind.mask is not kind.mask or entry.kind[:2] != kind[:2]:
+            if entry.kind.mask is not kind.mask or entry.kind.rotated != kind.rotated:
                 continue
             if entry.mask is mask and entry.position_ids is position_ids and entry.sizes == sizes:
                 return entry
@@ -212,3 +217,11 @@ class LayoutCache:
 
 def _none() -> None:
     return None
+
+
+def _note_thread(threads: set[int], belongs: bool) -> None:
+    """Keep this thread among some, or not."""
+    if belongs:
+        threads.add(threading.get_ident())
+    elif threads:
+        threads.discard(threading.get_ident())

@@ -41,11 +41,11 @@ def make_frames_mask(
     device: torch.device | str = "cpu",
     **unused: Any,
 ) -> Tensor | None:
-    """Make (origin, end, own slot) of each query, (batch, 1, queries, 3), or None for whole rows that end together.
+    """Make (origin, end, own slot, tokens dropped before slot 0) of each query, (batch, 1, queries, 4).
 
-    A query sees slots from its origin, its position 0, to the end, as far as its layer lets it. Three numbers a query
-    describe padding, packing and the state of a cache, so nothing here grows with queries × keys. The signature is that
-    of transformers' `AttentionMaskInterface`.
+    None stands for whole rows that end together. A query sees slots from its origin, its position 0, to the end, as far
+    as its layer lets it. Four numbers a query describe padding, packing and the state of a cache, so nothing here grows
+    with queries × keys. The signature is that of transformers' `AttentionMaskInterface`.
 
     Raises:
         ValueError: the mask is neither causal nor bidirectional, or has padding where a cache evicts tokens.
@@ -70,9 +70,10 @@ def make_frames_mask(
         low, high = find_runs(ids)
         origin, end = torch.maximum(origin, low), torch.minimum(end, high)
     # int32 distinguishes these frames from masks that callers pass themselves
-    frames = torch.stack((origin, end, slot), -1)[:, None].to(torch.int32)
+    dropped = torch.zeros_like(slot) + kv_offset
+    frames = torch.stack((origin, end, slot, dropped), -1)[:, None].to(torch.int32)
     if isinstance(kv_offset, ShardedOffset):
-        return kv_offset.make_mask(frames, kv_length, framed=padding is not None)
+        return kv_offset.make_mask(frames[..., :3], kv_length, framed=padding is not None)
     return frames
 
 
@@ -81,7 +82,7 @@ def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     if mask is None:
         return get_layout(batch, queries, keys, query.device)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:] != (1, queries, 3):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.shape[1:] != (1, queries, 4):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected None or 0 and 1 of shape (batch, tokens), got {got}")
     if torch.compiler.is_compiling():
@@ -96,14 +97,17 @@ def make_layout(mask: Tensor | None, query: Tensor, key: Tensor) -> Layout:
     return layout
 
 
-def apply_position_ids(layout: Layout, position_ids: Tensor, region: Region, evicts: bool) -> Layout:
+def apply_position_ids(
+    layout: Layout, position_ids: Tensor, mask: Tensor | None, region: Region, evicts: bool
+) -> Layout:
     """Return the layout with its queries at these positions.
 
     Args:
         layout: of the tokens, counted from the first of each row.
         position_ids: as transformers passes them to the layer.
+        mask: of `make_frames_mask`.
         region: the keys that the layer sees by itself.
-        evicts: whether its recipe counts positions in a cache that drops keys.
+        evicts: whether positions are counted in a cache that drops keys from the middle.
 
     Raises:
         ValueError: the positions do not continue those of the keys in a cache, do not go up, or jump where a window
@@ -127,7 +131,8 @@ def apply_position_ids(layout: Layout, position_ids: Tensor, region: Region, evi
         return layout
     if bool(steady.all()):
         # cached keys are counted from the first token, or from the first slot of a padded row
-        counted = (shift == 0) | (shift == layout.origin) | ~inside
+        slots = layout.origin if mask is None else layout.origin + mask[:, 0, :, 3].to(shift.device, torch.int64)
+        counted = (shift == 0) | (shift == layout.origin) | (shift == slots) | ~inside
         if layout.queries != layout.keys and not evicts and not bool(counted.all()):
             raise ValueError("position_ids: expected positions that continue those of the cached keys, got others")
         return layout
@@ -151,7 +156,7 @@ def apply_position_ids(layout: Layout, position_ids: Tensor, region: Region, evi
 
 
 def _read_frames(mask: Tensor) -> Frames:
-    origin, end, slot = mask[:, 0].to(torch.int64).unbind(-1)
+    origin, end, slot, _ = mask[:, 0].to(torch.int64).unbind(-1)
     return origin, end, slot
 
 

@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from isentrope.core.region import band
+from isentrope.hf.cache_recipe import MADE_FOR
 from isentrope.hf.extend import get_extension
 from isentrope.hf.mask import EvictingOffset
 from isentrope.hf.rope import LENGTH_DEPENDENT_ROPE_TYPES, get_streaming_window
@@ -116,6 +117,7 @@ class StreamingCache(Cache):
             )
         count = 1 + max(layer.index for layer in extension.layers)
         super().__init__(layers=[StreamingLayer(sinks, window) for _ in range(count)])
+        setattr(self, MADE_FOR, str(extension.recipe))
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the position of the next token, counted inside the cache."""

@@ -165,7 +165,7 @@ def warn_of_hidden_sinks(recipe: Recipe, layers: Sequence[LayerInfo], model_type
 
 def _find_position_tables(recipe: Recipe, model: PreTrainedModel, trained: int) -> Iterator[str]:
     """Find a recipe that acts beyond the training length alone, in a model whose learned positions end there."""
-    if not recipe.parts or not all(part.idle(trained) for part in recipe.parts):
+    if not recipe.parts or not recipe.idle(trained):
         return
     tables = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Embedding))
     if any(name in POSITION_TABLES for name in tables):

@@ -62,6 +62,9 @@ class LayerRecipes(Recipe):
         """All parts of all layers, each object once."""
         return tuple({id(part): part for recipe in self.recipes for part in recipe.parts}.values())
 
+    def idle(self, length: int) -> bool:
+        return all(recipe.idle(length) for recipe in self.recipes)
+
     def map_recipes(self, function: Callable[[Recipe], Recipe]) -> LayerRecipes:
         return LayerRecipes((group.layers, function(group.recipe)) for group in self.groups)
 

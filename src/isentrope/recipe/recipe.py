@@ -122,6 +122,21 @@ class Recipe:
             mask is not None and mask.region(causal=True).depends_on_place
         )
 
+    def idle(self, length: int) -> bool:
+        """Return whether the recipe has no effect on rows of up to `length` keys, in a model with plain RoPE."""
+        return all(part.idle(length) for part in self.parts) and not self._changes_far_keys(length)
+
+    def _changes_far_keys(self, length: int) -> bool:
+        """Return whether a share law or a choice acts, as it may where a position method keeps all distances."""
+        if self.share is None and self.retrieve is None:
+            return False
+        window = self.position.near_window or 0
+        if length <= window:
+            return False
+        if self.retrieve is not None and self.retrieve.hides_keys(length, window):
+            return True
+        return self.share is not None and (type(self.share) is not Share or self.share.changes(length, window))
+
     @property
     def learned(self) -> tuple[torch.nn.Module, ...]:
         """The parts with parameters, which a model must register itself: a recipe is not a module."""
