@@ -83,7 +83,11 @@ def test_a_file_cut_short_is_named(tmp_path, ending):
 def test_files_that_are_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "b.fasta").write_text("ACGT\n")
-    for name, message in (("a.txt", "cannot be read"), ("b.fasta", "begins with '>'"), ("none", "expected a file")):
+    for name, message in (
+        ("a.txt", "expected text in UTF-8"),
+        ("b.fasta", "begins with '>'"),
+        ("none", "expected a file"),
+    ):
         with pytest.raises(CorpusError, match=message):
             list(read_documents([tmp_path / name]))
 

@@ -52,6 +52,8 @@ def test_files_folders_and_globs(tmp_path, caplog):
     (tmp_path / "cover.png").write_bytes(b"\x89PNG\r\n\0\0")
     assert texts(Source(str(tmp_path))) == ["a", "b", "bb", "c"]
     assert "cover.png: not a text file" in caplog.text
+    with pytest.raises(CorpusError, match=r"cover\.png: expected text in UTF-8, got a file with zeros in it"):
+        texts(Source(str(tmp_path / "cover.png")))
     assert texts(Source(str(tmp_path / "a.txt"))) == ["a"]
     assert texts(Source(str(tmp_path / "**" / "*.txt"))) == ["a", "c"]
     assert [document.group for document in Source(str(tmp_path / "b.jsonl")).documents()] == ["7", None]

@@ -238,9 +238,11 @@ def test_part_of_a_model_is_not_extended():
 def test_card(folder, model):
     card = (folder / CARD).read_text()
     assert "rerope:window=32" in card and "infoscale:train_length=64" in card and "Nothing was measured" in card
-    model.config.isentrope["measured"] = [{"tokens": "64–128", "plain": 50.1, "extended": 3.2}]
+    measured = {"perplexity, extended": 3.2, "perplexity, plain": 50.1, "texts": 4, "tokens": "64–128"}  # as saved
+    model.config.isentrope["measured"] = [measured]
     model.save_pretrained(folder)
-    assert "| 64–128 | 50.1 | 3.2 |" in (folder / CARD).read_text()
+    card = (folder / CARD).read_text()
+    assert "| 64–128 | 50.1 | 3.2 | 4 |" in card and "trained on since is not in these numbers" in card
     (folder / CARD).write_text("my own")
     model.save_pretrained(folder)
     assert (folder / CARD).read_text() == "my own"

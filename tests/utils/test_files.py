@@ -7,6 +7,7 @@ import os
 
 import filelock
 import pytest
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -56,6 +57,16 @@ def test_a_full_disk_is_said_of_the_file_by_its_own_name(tmp_path):
     with pytest.raises(FileNotFoundError) as missing, write_atomically(tmp_path / "no" / "file") as partial:
         partial.write_text("")
     assert explain_os_error(missing.value) == f"{tmp_path / 'no' / 'file'}: no such file or folder; check its name"
+
+
+def test_a_full_disk_of_a_library_is_said_too(tmp_path):
+    """safetensors raises an error of its own, which is no OSError."""
+    with pytest.raises(OSError, match="No space") as caught, write_atomically(tmp_path / "model"):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert explain_os_error(caught.value).startswith(f"{tmp_path / 'model'}: no space is left")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(SafetensorError, match="header"), write_atomically(tmp_path / "model"):
+        raise SafetensorError("header too large")
 
 
 def test_a_folder_without_locks_is_named(tmp_path, monkeypatch):

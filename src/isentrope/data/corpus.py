@@ -116,7 +116,11 @@ def _catch_read_errors(path: Path, results: Iterator[ReadResult]) -> Iterator[Re
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, CorpusError):
             raise
-        yield CorpusError(f"{path}: cannot be read to its end: {error}")
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"expected text in UTF-8, got other bytes ({error.reason}); convert it: iconv -f latin1 -t utf-8"
+        else:
+            problem = f"cannot be read to its end: {error}"
+        yield CorpusError(f"{path}: {problem}")
 
 
 def _select_reader(path: Path) -> Callable[[Path, str], Iterator[ReadResult]]:
@@ -226,7 +230,8 @@ def parse_record(data: Any, name: str, where: str, column: str) -> ReadResult:
     tokens = data.get("input_ids")
     if isinstance(tokens, list) and all(isinstance(token, int) for token in tokens):
         return Document(name, tokens=tuple(tokens), group=group)
-    return CorpusError(f"{where}: expected {column!r} or 'input_ids', got {', '.join(map(str, data)) or 'nothing'}")
+    got = ", ".join(f"{key}: null" if value is None else str(key) for key, value in data.items()) or "nothing"
+    return CorpusError(f"{where}: expected {column!r} or 'input_ids', got {got}")
 
 
 def _read_fasta(path: Path, column: str) -> Iterator[ReadResult]:

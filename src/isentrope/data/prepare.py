@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def prepare(source: Source, out: Path, options: PrepareOptions, notify: Callable
     Raises:
         ValueError: The folder holds another partition, or there are too few documents.
     """
-    fingerprint = source.fingerprint()
+    fingerprint, is_new = source.fingerprint(), not out.exists()
     head: dict[str, Any] = {
         "format": FORMAT,
         "source": {"name": source.location, "kind": source.kind, "fingerprint": fingerprint},
@@ -94,11 +95,19 @@ def prepare(source: Source, out: Path, options: PrepareOptions, notify: Callable
     _check_same_partition(out / MANIFEST, head)
     _save_tokenizer(tokenizer, out / TOKENIZER, fingerprint, options)
     head["tokens"] = _hash_text(json.dumps([fingerprint, digest, options.longer_than]))
-    store = _tokenize(source, tokenizer, out, head["tokens"], options.longer_than, notify)
+    try:
+        store = _tokenize(source, tokenizer, out, head["tokens"], options.longer_than, notify)
+    except ValueError:
+        if is_new:
+            shutil.rmtree(out)
+        raise
     first_copies, near_duplicates = _find_near_duplicates(store)
     held_out = partition.select_held_out(first_copies, store.groups, options.seed, options.train_share)
     features, features_info = _compute_features(store, held_out, tokenizer, options.features)
-    split = partition.split_held_out(features, first_copies[held_out], options.seed, options.test)
+    try:
+        split = partition.split_held_out(features, first_copies[held_out], options.seed, options.test)
+    except ValueError as error:
+        raise ValueError(f"{error} (the tokens are kept in {out})") from error
     rows, sets = _describe_documents(store, first_copies), np.full(len(store), partition.TRAIN, object)
     sets[held_out] = split.sets
     for index, label, point in zip(held_out.tolist(), split.labels.tolist(), split.coordinates.round(6), strict=True):
@@ -180,6 +189,8 @@ def _tokenize(
     store = tokenize(track_progress(source.documents(), "tokens", source.limit), tokenizer, out, key, longer_than)
     if not len(store):
         read = store.counts["read"]
+        for path in store_paths(out, key):
+            path.unlink()
         raise ValueError(f"source: expected documents longer than {longer_than} tokens, got none among {read}")
     return store
 

@@ -99,11 +99,13 @@ class Source:
         """
         root = Path(self.location)
         if root.is_file():
+            if _is_binary(root):
+                raise CorpusError(
+                    f"{root}: expected text in UTF-8, got a file with zeros in it; convert it or name others"
+                )
             return [root]
         if root.is_dir():
-            matches = [
-                path for path in root.rglob("*") if not _is_hidden(path.relative_to(root)) and not _is_binary(path)
-            ]
+            matches = [path for path in root.rglob("*") if not _is_hidden(path.relative_to(root)) and not _skips(path)]
         else:
             matches = [Path(path) for path in glob.glob(self.location, recursive=True)]
         files = sorted(path for path in matches if path.is_file())
@@ -181,8 +183,12 @@ def _is_binary(path: Path) -> bool:
     if not path.is_file() or path.suffix in corpus.BINARY_SUFFIXES:
         return False
     with path.open("rb") as file:
-        binary = b"\0" in file.read(4096)
-    if binary:
+        return b"\0" in file.read(4096)
+
+
+def _skips(path: Path) -> bool:
+    """Return whether a file of a folder is left out, with a warning."""
+    if binary := _is_binary(path):
         logger.warning("skipped %s: not a text file", path)
     return binary
 

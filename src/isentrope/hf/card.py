@@ -12,6 +12,7 @@ from isentrope.utils.files import write_atomically
 
 CARD = "README.md"
 GENERATED_MARK = "<!-- isentrope: this card is written anew with every save; remove this line to keep your own -->"
+FIRST_COLUMNS = ("tokens", "law", "perplexity, plain", "perplexity, extended")  # config.json sorts them by name
 
 
 def write_card(folder: Path, config: Any) -> None:
@@ -43,7 +44,7 @@ def render_card(config: Any) -> str:
         f"# {base.rstrip('/').rpartition('/')[2] or config.model_type}, extended",
         "",
         f"A {config.model_type} model whose attention follows the recipe `{shorten_recipe(str(recipe))}` "
-        "([isentrope](https://pypi.org/project/isentrope/)). The weights are those of the model it was made from.",
+        "([isentrope](https://pypi.org/project/isentrope/)).",
         "",
         "| part | what it does |",
         "|---|---|",
@@ -73,9 +74,11 @@ def render_card(config: Any) -> str:
 def _render_measurements(rows: list[dict[str, Any]] | None) -> list[str]:
     if not rows:
         return ["Nothing was measured when this was saved: `isentrope evaluate MODEL --data TEXTS` compares recipes."]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    given = dict.fromkeys(key for row in rows for key in row)
+    columns = [*(key for key in FIRST_COLUMNS if key in given), *(key for key in given if key not in FIRST_COLUMNS)]
     body = ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
-    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
+    table = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
+    return ["When the recipe was chosen; what the model was trained on since is not in these numbers.", "", *table]
 
 
 def shorten_recipe(text: str, max_length: int = 160) -> str:

@@ -97,7 +97,7 @@ class Layer(nn.Module):
         model_recipes: tuple[Recipe, ...],
     ) -> None:
         super().__init__()
-        recipe = self.recipe = plan.recipe
+        recipe = self.recipe = self.planned_recipe = plan.recipe  # `recipe` is another while laws are learned
         self.rotated_recipe = plan.rotated_recipe
         self.native_mask, self.causal = _native_mask(info.region), info.causal
         rotates = recipe.position is not None and recipe.position.rotates
@@ -121,7 +121,7 @@ class Layer(nn.Module):
         """Return whether rows of up to `length` keys come out as from the model before it was extended."""
         # where a cache has evicted keys, positions and lengths exceed the number of keys
         beyond = framed and self.reads_evicted_keys
-        return not beyond and self.recipe.idle(length)
+        return not beyond and self.planned_recipe.idle(length)
 
     def forward(self, call: LayerCall) -> Tensor:
         query, key, sink_logits = call.query, call.key, call.sink_logits

@@ -29,10 +29,14 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with write_atomically(path) as partial:
-            # safetensors' own save_file would make the file readable by its owner alone
-            partial.write_bytes(save({name: x.detach().contiguous() for name, x in tensors.items()}, metadata))
+            write_tensors(tensors, partial, metadata)
     except OSError as error:
         raise OSError(f"{path}: cannot be written ({error}); what was saved before is intact") from error
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that everybody may read; by safetensors' own save_file its owner alone may."""
+    path.write_bytes(save({name: x.detach().contiguous() for name, x in tensors.items()}, metadata))
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> Path:

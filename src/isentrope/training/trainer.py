@@ -31,11 +31,12 @@ from isentrope.training.checkpoint import (
     remove_states,
     save_state,
     save_tensors,
+    write_tensors,
 )
 from isentrope.training.config import NON_IDENTITY_FIELDS, TrainingConfig
 from isentrope.training.determinism import use_deterministic_algorithms
 from isentrope.training.step import Batch, Stepper, prefetch
-from isentrope.utils.files import read_fields, write_json
+from isentrope.utils.files import read_fields, write_atomically, write_json
 from isentrope.utils.progress import ProgressBar
 from isentrope.utils.provenance import collect_provenance
 
@@ -307,20 +308,20 @@ class Trainer:
 
     def _save_model(self, name: str, weights: dict[str, torch.Tensor]) -> None:
         """Write a model's weights; a new folder appears with all of its files or not at all."""
-        folder, partial = self.out / name, self.out / f".{name}.partial"
+        folder = self.out / name
         if folder.exists():
             save_tensors(weights, folder / WEIGHTS, {"format": "pt"})
             return
-        partial.mkdir(exist_ok=True)
         model: Any = self.stepper.plain
         config = copy(model.config)
         config.architectures = [type(model).__name__]
         if self.config.objective == "causal":
             config.use_cache = True  # disabled for training
-        config.save_pretrained(partial)
-        self.tokenizer.save_pretrained(partial)
-        save_tensors(weights, partial / WEIGHTS, {"format": "pt"})
-        partial.rename(folder)
+        with write_atomically(folder) as partial:
+            partial.mkdir()
+            config.save_pretrained(partial)
+            self.tokenizer.save_pretrained(partial)
+            write_tensors(weights, partial / WEIGHTS, {"format": "pt"})
 
     def _should_compile(self, model: torch.nn.Module, cuda: bool) -> bool:
         if any(isinstance(module, CLEX) for module in model.modules()):

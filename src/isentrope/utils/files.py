@@ -6,6 +6,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,11 @@ def write_atomically(path: Path) -> Iterator[Path]:
         if error.filename == str(partial) or (error.filename is None and error.errno in DISK_FULL):
             error.filename, error.filename2 = str(path), None
         raise
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if type(error).__name__ != "SafetensorError" or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)
