@@ -1,0 +1,27 @@
+"""`benchmarks/registers.py`: kernels compile for a card that is not there, and fit it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
+from isentrope.core.switches import list_switches
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="kernels are compiled by Triton alone")
+def test_kernels_fit_a_small_card(monkeypatch):
+    """One with little shared memory and no copy engine, where keys are loaded by pointers."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    registers, switches = importlib.import_module("registers"), list_switches()
+    calls = dict(registers.list_calls())
+    rows = list(registers.compile_call(1, registers.CARDS["sm_89 (L4, RTX 40)"], calls["ReRoPE, d 64"]))
+    assert {row["kernel"] for row in rows} == {"_rotate_and_scale", "_band"}
+    assert all(row["registers"] <= 255 and not row["spilled_bytes"] for row in rows)
+    assert all(0 <= row["shared_bytes"] <= row["limit_bytes"] == 99 << 10 for row in rows)
+    assert "| 2 |" in registers.render_rows([{"card": "L4", "call": "ReRoPE", **row} for row in rows])
+    assert list_switches() == switches
