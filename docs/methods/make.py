@@ -136,18 +136,26 @@ def render_measurements(name: str, rows: list[dict[str, Any]]) -> str:
         return (
             "## Measured\n\nNot part of the [comparison of training-free methods](../results/frontier/README.md).\n\n"
         )
-    lines = [
-        f"| {row['board']} | `{row['recipe']}` | {'–' if row['ratio'] is None else format(row['ratio'], '.3g')} | "
-        f"{format_answers(row['retrieved'])} |\n"
-        for row in own
-    ]
+    tables = []
+    for title in dict.fromkeys(row["title"] for row in own):
+        shown = [row for row in rows if row["title"] == title and (row in own or is_baseline(row))]
+        lines = [
+            f"| `{row['recipe']}` | {'–' if row['ratio'] is None else format(row['ratio'], '.3g')} | "
+            f"{format_answers(row['retrieved'])} |\n"
+            for row in shown
+        ]
+        tables.append(f"{title}:\n\n| recipe | ratio | answers |\n|---|---|---|\n" + "".join(lines) + "\n")
     return (
-        "## Measured\n\nPerplexity in the last bucket over the plain model's inside its training length, and answers "
-        "retrieved, from the [comparison of training-free methods](../results/frontier/README.md). Few texts: "
-        "directions, no sizes.\n\n| comparison | recipe | ratio | answers |\n|---|---|---|---|\n"
-        + "".join(lines)
-        + "\n"
+        "## Measured\n\nFrom the [comparison of training-free methods](../results/frontier/README.md), beside the "
+        "plain model and YaRN where they were measured. Ratio: perplexity in the last bucket over the plain model's "
+        "inside its training length, below 1 is better. Answers: passkeys found, or of RULER's tasks. Few texts: "
+        "directions, no sizes.\n\n" + "".join(tables)
     )
+
+
+def is_baseline(row: dict[str, Any]) -> bool:
+    """Return whether a recipe is shown beside all others."""
+    return row["recipe"] == "plain" or row["names"] == {"yarn", "yarntemperature"}
 
 
 def format_answers(answers: dict[str, Any] | None) -> str:

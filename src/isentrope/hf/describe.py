@@ -96,7 +96,7 @@ class LayerDescription:
                 ),
                 *(f"  {name:8}  {_format_by_length(values)}" for name, values in laws.items() if values is not None),
                 *(f"  {name:8}  {text}" for name, text in self.other_laws),
-                f"  mask      {self.mask}",
+                f"  mask      {self.mask}{'' if self.far_keys is None else ', of which retrieve chooses'}",
                 *([] if self.far_keys is None else [f"  retrieve  {self.far_keys}"]),
             )
         )
@@ -317,5 +317,5 @@ def _format_by_length(values: tuple[tuple[float, ...], ...]) -> str:
 
 
 def _format_range(tau: tuple[float, ...]) -> str:
-    low, high = min(tau), max(tau)
+    low, high = min(tau) + 0.0, max(tau) + 0.0  # no "-0"
     return f"{low:.4g}" if high - low < 1e-6 else f"{low:.3g}–{high:.3g}"

@@ -11,7 +11,7 @@ from isentrope.report.figures.perplexity import draw_perplexity
 from isentrope.report.figures.retrieval import draw_heatmaps
 from isentrope.report.html.fragments import Section, embed_figure, find_figure, list_names, render
 from isentrope.report.load import find_result_folders
-from isentrope.report.tables.leaderboard import CAPTION, format_rows, summarize_ranking, write_leaderboard
+from isentrope.report.tables.leaderboard import describe_columns, format_rows, summarize_ranking, write_leaderboard
 from isentrope.report.tables.retrieval import describe_retrieval, format_retrieval, read_retrieval
 from isentrope.utils.files import RERUN_REMEDY, read_fields
 
@@ -55,7 +55,7 @@ def build_section(folder: Path, name: str) -> Section:
         "recipes.html",
         summary=[line.plain for line in summarize_recipes(folder)],
         rows=[heads, *rows],
-        caption=CAPTION,
+        caption=describe_columns(board),
         retrieval=_format_retrieval(folder),
         figures=figures,
         provenance=[("Run", data.get("run")), ("Plan", settings)],

@@ -29,9 +29,9 @@ from isentrope.utils.files import write_atomically
 CAPTION = (
     "Sorted by perplexity in the last bucket; above: how much higher it is than the first recipe's, with a 95 % "
     "interval paired over texts; ratio: perplexity relative to the plain model's inside its training length; inside: "
-    f"change there, too much above {MAX_DEGRADATION_PERCENT} %; cost: time of a pass, relative to the plain model's; "
-    "answers: found, with a 95 % interval."
+    f"change there, too much above {MAX_DEGRADATION_PERCENT} %; cost: time of a pass, relative to the plain model's."
 )
+ANSWERS_CAPTION = " passkey N and other tasks: answers found in N tokens, with a 95 % interval."
 
 
 def build_card_rows(folder: Path, recipe: str) -> list[dict[str, Any]]:
@@ -122,11 +122,16 @@ def write_leaderboard(folder: Path) -> list[Path]:
     return [*(folder / name for name in texts), *draw_leaderboard(board, folder)]
 
 
+def describe_columns(board: Leaderboard) -> str:
+    """Say what the columns of a leaderboard are."""
+    return CAPTION + (ANSWERS_CAPTION if any(row["retrieval"] for row in board["rows"]) else "")
+
+
 def build_leaderboard_table(folder: Path) -> Table:
     """Build a table of recipes, best first; those that cost too much inside the training length are red."""
     board = rank_recipes(folder)
     heads, rows = format_rows(board)
-    table = Table(title=f"Recipes: {board['model']['name']}", caption=CAPTION, **TABLE_STYLE)
+    table = Table(title=f"Recipes: {board['model']['name']}", caption=describe_columns(board), **TABLE_STYLE)
     table.add_column(heads[0], overflow="fold", min_width=16)
     for head in heads[1:]:
         table.add_column(head, justify="right")

@@ -15,7 +15,7 @@ from isentrope.utils.files import RERUN_REMEDY
 
 METRIC_TITLES = {
     "share": "Percent of the answers found in the model's reply",
-    "recalled": "Percent of the answers whose tokens the model all ranks first",
+    "recalled": "Percent of the answers all of whose tokens the model ranks first",
     "likeliest": "Percent of the answer's tokens that the model ranks first",
 }
 ALL_TASKS = "all tasks"
