@@ -267,8 +267,7 @@ def _set_tau(branches: list[RotatedBranch], temperature: Any, layout: Layout, si
 
 def _spares_sinks(recipe: Recipe, layout: Layout) -> bool:
     """Return whether a law treats attention sinks, the first keys of a text, unlike far keys."""
-    share = recipe.share
-    if not getattr(share, "sinks", 0):
+    if not getattr(share := recipe.share, "sinks", 0):
         return False
     by_distance = any(getattr(law, "keys", "all") != "all" for law in recipe.temperatures)
     # the number of keys bounds that of far ones where all of them are here, at consecutive positions
@@ -329,8 +328,10 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
         if entry is not None:
             return entry
     # over one key, or none, the softmax is the same at any temperature, which need not be defined there
-    n = _count_keys(getattr(temperature, "count", "visible"), layout, sizes).clamp_min(2)
-    tau: Tensor = temperature.scale(n[:, None].to(sizes.dtype), sizes.head_dim)
+    count = getattr(temperature, "count", "visible")
+    n = _count_keys(count, layout, sizes).clamp_min(2 if count == "visible" else 1)
+    n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
+    tau: Tensor = temperature.scale(n, sizes.head_dim)
     if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau

@@ -10,12 +10,23 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import isentrope as ise
 from tests.fixtures.families import FAMILIES, logits
 from tests.fixtures.models import TRAINED, llama, tokens
 from tests.fixtures.refusals import LONG, refused_at_call
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **options):
+        return self.module(*args, **options)
+
 
 CALLED = ["infoscale:train_length=64", "rerope:window=32", "window:size=16"]
 
@@ -239,3 +250,20 @@ def test_learned_parameters_that_are_missing(recipe, tmp_path):
         save_file(kept, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"the recipe's parameter .*got none"):
             ise.load(tmp_path)
+
+
+@torch.no_grad()
+def test_a_layer_that_takes_the_place_of_an_extended_one():
+    """It would attend by itself, to queries and keys that were left unrotated."""
+    model, ids = ise.extend(llama(), "rerope:window=32"), tokens(1, LONG)
+    expected = model(ids).logits
+    layers = model.model.layers
+    layers[0], kept = llama().model.layers[0], layers[0]
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn: was replaced after isentrope"):
+        model(ids)
+    layers[0] = kept
+    torch.testing.assert_close(model(ids).logits, expected)
+    layers[0] = Wrapper(kept)  # as FSDP and checkpointing do
+    torch.testing.assert_close(model(ids).logits, expected)
+    del layers[1]
+    assert model(ids).logits.shape == expected.shape

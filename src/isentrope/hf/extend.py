@@ -35,6 +35,7 @@ from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.names import CONFIG_KEY, EXTENSION, IMPLEMENTATION, LAYER, SHARED_POSITION
 from isentrope.hf.paged import begin_step
 from isentrope.hf.peft_adapters import mark_adapters, unmark_configs
+from isentrope.hf.placement import Placement
 from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import drop_gguf_quantizer, make_config_class
@@ -320,6 +321,7 @@ def _apply(
         hook = SkipRotation(module, layer_types, consecutive, layouts)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
+    handles.append(inner.base_model.register_forward_pre_hook(Placement(inner.base_model, extension.layers).check))
     handles.append(inner.base_model.register_forward_pre_hook(partial(begin_step, layouts), with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(layouts.begin_pass))
     handles.append(inner.base_model.register_forward_hook(layouts.end_pass))
