@@ -23,6 +23,7 @@ from isentrope.gguf_tokenizer import match_gguf
 from isentrope.utils.files import read_fields, read_json
 
 REFETCH_REMEDY = "fetch or save it again"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FORCED_CLEANUP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"  # of tokenizers
@@ -212,6 +213,11 @@ def _read_tokenizer(name: str | Path, options: dict[str, Any]) -> Any:
                 read_fields(folder / file, REFETCH_REMEDY)
         if isinstance(error, OSError) and not folder.is_dir():
             raise _hub_error(name, error) from error
+        if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+            raise ValueError(
+                f"{name}: expected a tokenizer, got a folder without one; copy it there, or name texts as token ids: "
+                "JSON lines with input_ids"
+            ) from error
         reason = f"got none that can be read ({_shorten(error)})"
         raise ValueError(f"{name}: expected a tokenizer, {reason}; {REFETCH_REMEDY}") from error
 

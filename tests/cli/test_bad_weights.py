@@ -242,6 +242,12 @@ def test_a_pooler_that_is_not_used_may_be_missing(tmp_path, tokenizer):
     assert states.shape == (16,)
 
 
+def test_a_folder_without_a_tokenizer(copy, text, tmp_path):
+    for path in copy.glob("*token*"):
+        path.unlink()
+    assert_one_line(tell(*commands(copy, text, tmp_path / "out")["perplexity"]), "a folder without one", "input_ids")
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b'{"a', b"[]", b"\xff\xfe", b"[" * 100_000])
 def test_other_files_of_a_model_are_named(copy, text, tmp_path, file, content):
