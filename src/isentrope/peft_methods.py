@@ -49,7 +49,7 @@ def _mark_first(save: Method) -> Method:
 
     @wraps(save)
     def save_with_recipe(model: Any, *args: Any, **options: Any) -> Any:
-        from isentrope.hf.extend import find_extension, find_model
+        from isentrope.hf.extension import find_extension, find_model
         from isentrope.hf.peft_adapters import mark_configs, unmark_configs
 
         if find_extension(model) is None:

@@ -19,7 +19,7 @@ from isentrope.experiments import comparison_runner
 from isentrope.experiments.checkpoints import SHIPPED_MODELS
 from isentrope.experiments.comparison_plan import load_comparison
 from isentrope.experiments.comparison_runner import Outcome, run_comparison
-from isentrope.hf.extend import find_extension
+from isentrope.hf.extension import find_extension
 from tests.fixtures.commands import assert_one_line
 
 pytestmark = pytest.mark.figures

@@ -16,7 +16,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes
-from isentrope.hf.extend import extend, get_extension
+from isentrope.hf.extend import extend
+from isentrope.hf.extension import get_extension
 from isentrope.hf.loading import load
 from isentrope.hf.names import CONFIG_KEY
 from isentrope.positions import CLEX, NTK

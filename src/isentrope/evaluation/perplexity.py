@@ -24,7 +24,7 @@ from isentrope.evaluation.metrics import bits_per_byte, finite_perplexities, mea
 from isentrope.evaluation.recipe_texts import PLAIN, check_recipes, pair_with_untempered, under_recipe
 from isentrope.evaluation.results import PERPLEXITY, ResultsStore
 from isentrope.evaluation.texts import Text, check_texts, check_vocabulary
-from isentrope.hf.extend import find_extension
+from isentrope.hf.extension import find_extension
 from isentrope.hf.introspection import introspect_once
 from isentrope.hf.train_length import read_train_length
 from isentrope.pretrained import check_finite

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from isentrope.core.layout import Layout
-from isentrope.hf.extend import extended, find_extension, get_extension
+from isentrope.hf.extend import extended
+from isentrope.hf.extension import find_extension, get_extension
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import LayerCall, get_layer
 from isentrope.hf.rope import ModelRope

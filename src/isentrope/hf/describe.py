@@ -20,7 +20,7 @@ from isentrope.hf.distances import (
     find_layer_reach,
     find_visible,
 )
-from isentrope.hf.extend import Extension, find_extension, find_model
+from isentrope.hf.extension import Extension, find_extension, find_model
 from isentrope.hf.introspection import LayerInfo, introspect
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import plan_layers

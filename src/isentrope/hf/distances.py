@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
 from isentrope.core.region import Region
+from isentrope.hf.extension import Extension
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.train_length import read_scaled_length
 from isentrope.positions.rope import PositionMap
-
-if TYPE_CHECKING:
-    from isentrope.hf.extend import Extension
 
 DEPTH = 1 << 20  # the position of a query deep in a text
 

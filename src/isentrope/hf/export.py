@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from isentrope.hf.extend import Extension, find_model, get_extension
+from isentrope.hf.extension import Extension, find_model, get_extension
 from isentrope.hf.rope import FREQUENCY_BUFFER, ModelRope
 from isentrope.hf.saved_models import AUTO_MODULE, copy_plain_config
 from isentrope.masks import Causal, Full, Window

@@ -6,13 +6,11 @@ import copy
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from isentrope.dispatch import check_backend
@@ -20,8 +18,9 @@ from isentrope.hf.auto import choose_for_layers
 from isentrope.hf.cache_recipe import CacheRecipe
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.distances import find_reach
+from isentrope.hf.extension import Extension, find_extension, find_model, get_extension, get_model
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
-from isentrope.hf.introspection import LayerInfo, introspect, list_configs
+from isentrope.hf.introspection import introspect, list_configs
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import (
     LayerPlan,
@@ -48,32 +47,6 @@ from isentrope.recipe.auto import is_auto, read_auto_length
 from isentrope.utils.messages import truncate
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-@dataclass
-class Extension:
-    """What was done to a model, and what it takes to undo it.
-
-    Attributes:
-        layers: the model's layers as they were.
-        notes: for config.json: the model's name before ("base"), why the recipe was chosen where it was `auto`
-            ("reasons"), what was measured.
-        configs: of each config its original, the model's own copy, and the values of that copy when it was made.
-        handles: of the hooks.
-        frequencies: of each rotary module that was written to, its frequencies and scaling before.
-        quantizer: attributes of the model that said its weights were those of a GGUF file.
-        reach: the longest text that it knows all distances of, once that was looked up.
-    """
-
-    recipe: Recipe
-    model_type: str
-    layers: list[LayerInfo]
-    notes: dict[str, Any] = field(default_factory=dict)
-    configs: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    frequencies: list[tuple[ModelRope, Tensor, float]] = field(default_factory=list)
-    quantizer: dict[str, Any] = field(default_factory=dict)
-    reach: tuple[int | None] | None = None
 
 
 def extend(
@@ -231,34 +204,6 @@ def extended(model: Model, recipe: Recipe | str, **options: Any) -> Iterator[Mod
     finally:
         if find_extension(model) is not None:
             restore(model)
-
-
-def get_extension(model: nn.Module) -> Extension:
-    """Return how a model was extended; raise ValueError where it was not."""
-    extension = find_extension(model)
-    if extension is None:
-        raise ValueError("model: expected a model that isentrope.extend was called on, got one that is not extended")
-    return extension
-
-
-def find_extension(model: nn.Module) -> Extension | None:
-    """Return how a model was extended, or None."""
-    inner = find_model(model)
-    return None if inner is None else inner.__dict__.get(EXTENSION)
-
-
-def find_model(model: Any) -> Any:
-    """Return the transformers model in a wrapper such as PEFT's, or None."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), None)
-
-
-def get_model(model: Any) -> Any:
-    """Return the transformers model in a wrapper such as PEFT's; raise ValueError where there is none."""
-    inner = find_model(model)
-    if inner is None:
-        raise ValueError(f"model: expected a transformers model, got {type(model).__name__}; load one and pass that")
-    return inner
 
 
 def check_whole(inner: PreTrainedModel) -> None:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from isentrope.core.dtypes import lengths_as_float
-from isentrope.hf.extend import extended, get_extension
+from isentrope.hf.extend import extended
+from isentrope.hf.extension import get_extension
 from isentrope.hf.layer import get_layer
 from isentrope.parts import MAX_TEMPERATURE
 from isentrope.recipe import Recipe

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from isentrope.core.dtypes import choose_load_dtype
-from isentrope.hf.extend import check_whole, extend_checked, find_extension, get_model, restore
+from isentrope.hf.extend import check_whole, extend_checked, restore
+from isentrope.hf.extension import find_extension, get_model
 from isentrope.hf.names import LAYER, SHARED_POSITION
 from isentrope.hf.peft_adapters import get_adapters, read_adapter
 from isentrope.hf.saved_models import ExtendedConfig, copy_plain_config, read_recipe

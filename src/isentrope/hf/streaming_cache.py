@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from isentrope.core.region import band
 from isentrope.hf.cache_recipe import MADE_FOR
-from isentrope.hf.extend import get_extension
+from isentrope.hf.extension import get_extension
 from isentrope.hf.mask import EvictingOffset
 from isentrope.hf.rope import LENGTH_DEPENDENT_ROPE_TYPES, get_streaming_window
 from isentrope.masks import Lambda, Sink
