@@ -180,6 +180,23 @@ def test_compiles_without_a_graph_break(recipe, grad, padded, backend):
             assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:.*autograd.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("recipe", "queries"),
+    [("rope+power:train_length=8,gamma=(0.1,0.2)", 1), ("rerope:window=4+share:beta=(0.1,0.3),reference=8", 30)],
+)
+def test_sizes_may_be_symbols_of_one_graph(recipe, queries):
+    """With dynamic=True heads are symbols too, and so is whether there are fewer queries than keys."""
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (queries, 30, 30))
+
+    def model(q, k, v):
+        return ise.attention(q, k, v, recipe, causal=True)
+
+    expected = model(q, k, v)
+    assert_close(torch.compile(model, fullgraph=True, dynamic=True, backend="eager")(q, k, v), expected)
+
+
 def test_alibi_entropy_at_far_positions():
     q, k, v = tensors(64, 64)
     run = partial(ise.attention, q, k, v, "alibi", causal=True, return_entropy=True)

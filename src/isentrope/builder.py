@@ -14,7 +14,7 @@ from isentrope.core.caching import MAX_BUILT_CALLS, MAX_TAU_ELEMENTS
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import BlockChoice
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.core.law_tables import look_up_law
+from isentrope.core.law_tables import fits_heads, look_up_law
 from isentrope.core.layout import MAX_SPANS, Layout, Rows, find_layout, get_layout
 from isentrope.core.layout_checks import PositionIds
 from isentrope.core.region import Region, Span, first_keys
@@ -316,7 +316,7 @@ def _compute_offset(share: Any, layout: Layout, sizes: _Sizes) -> Tensor:
             return entry
     n = _count_keys("visible", layout, sizes).clamp_min(1)[:, None].to(sizes.dtype)
     offset: Tensor = share.bias(n)
-    if offset.dim() != 3 or offset.shape[1] not in (1, sizes.heads):
+    if offset.dim() != 3 or not fits_heads(offset, sizes.heads):
         raise ValueError(f"share: expected β for 1 or {sizes.heads} heads, got shape {tuple(offset.shape)}")
     return offset
 
@@ -332,7 +332,7 @@ def _compute_tau(temperature: Any, layout: Layout, sizes: _Sizes) -> Tensor:
     n = _count_keys(count, layout, sizes).clamp_min(2 if count == "visible" else 1)
     n = torch.where(layout.count_keys("visible", sizes.region) > 1, n, n.clamp_min(2))[:, None].to(sizes.dtype)
     tau: Tensor = temperature.scale(n, sizes.head_dim)
-    if tau.dim() != 3 or tau.shape[1] not in (1, sizes.heads):
+    if tau.dim() != 3 or not fits_heads(tau, sizes.heads):
         raise ValueError(f"temperature: expected τ for 1 or {sizes.heads} heads, got shape {tuple(tau.shape)}")
     return tau
 
@@ -362,7 +362,7 @@ def _look_up(
     key = (law, sizes.head_dim)
     entry = look_up_law(values, key, n, layout.keys, torch.empty(0, dtype=sizes.dtype, device=layout.device))
     # a table for other heads is refused where values are computed
-    return None if entry is None or entry.shape[1] not in (1, sizes.heads) else entry
+    return entry if entry is not None and fits_heads(entry, sizes.heads) else None
 
 
 def _count_keys(kind: str, layout: Layout, sizes: _Sizes) -> Tensor:

@@ -80,7 +80,8 @@ def attention(
             regions and, without gradients, for windows, padded rows, both directions and entropy, sdpa or flex for the
             rest; where those refuse, dense at short lengths and chunked at long ones; blocks where far keys are chosen
             (`Retrieve`).
-        return_lse: return the log-sum-exp of the scores too.
+        return_lse: return the log-sum-exp of the scores too; over a single key a temperature is that of two, since its
+            law need not be defined at one.
         return_entropy: return the entropy of the attention weights too. It is as exact as the dtype of q and k lets the
             mean score be: about 1e-6 nats in fp32; in bf16 a few hundredths, more where scores are large.
 

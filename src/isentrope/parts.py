@@ -85,10 +85,10 @@ def check_number(
 ) -> None:
     """Check that a part's option is a number > `above` or ≥ `minimum`, and ≤ `maximum`, and store it as a float."""
     value = getattr(part, key)
-    lower = f"> {above:g}" if above is not None else f"≥ {minimum:g}"
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     valid = is_number and value <= maximum and (value > above if above is not None else value >= minimum)
     if not valid:
+        lower = f"> {above:g}" if above is not None else f"≥ {minimum:g}"
         raise ValueError(
             f"{type(part).__name__}({key}=…): expected a number {lower} and ≤ {maximum:g}, got {format_value(value)}"
         )

@@ -104,3 +104,18 @@ def test_far_keys_by_choice_need_a_window():
     q, k, v = qkv(0)
     with pytest.raises(ValueError, match="use rerope:window=…"):
         attention(q, k, v, "dualchunk:chunk=6+retrieve:blocks=1,size=2,queries=2", causal=True)
+
+
+@pytest.mark.parametrize("side", ["right", "left", "documents"])
+@pytest.mark.parametrize("length", [10, 20, 33])
+def test_keys_ahead_in_the_next_chunk_of_a_padded_row(length, side):
+    """Fewer queries than keys end with their row, not with the keys of the longest one."""
+    q, k, v = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (5, 33, 33))
+    own = slice(0, length) if side == "right" else slice(33 - length, 33)
+    if side == "documents":
+        options = {"mask": ise.masks.Document((torch.arange(33)[None] >= 33 - length).long())}
+    else:
+        options = {"mask": ise.masks.Padding(torch.tensor([length]), side)}
+    out = attention(q, k, v, "dualchunk:chunk=9,local=2", **options)
+    alone = attention(q, k[:, :, own], v[:, :, own], "dualchunk:chunk=9,local=2")
+    torch.testing.assert_close(out, alone, atol=1e-12, rtol=0)

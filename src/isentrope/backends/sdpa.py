@@ -78,8 +78,9 @@ class SDPABackend(MergedBackend):
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         if len(call.branches) == 1 and not need_lse and _has_torch_kernel(branch := call.fold()[0]):
             out = F.scaled_dot_product_attention(
-                branch.q, branch.k, branch.v, is_causal=branch.causal, scale=branch.scale, enable_gqa=branch.groups > 1
-            )
+                branch.q, branch.k, branch.v, is_causal=_decide(branch.causal), scale=branch.scale,
+                enable_gqa=_decide(branch.groups > 1),
+            )  # fmt: skip
             return out, None
         if (plan := plan_one_query(call)) is not None:
             return forward_one_query(call, plan)
@@ -189,6 +190,11 @@ def _get_operands(branch: FoldedBranch, shared: bool = False) -> tuple[Tensor, T
     if not shared and branch.groups > 1:
         k, v = _repeat_heads(k, branch), _repeat_heads(v, branch)
     return _pad(q, size), _pad(k, size), _pad(v, size)
+
+
+def _decide(condition: bool) -> bool:
+    """Return a condition as True or False; one of symbols in a graph becomes a guard, which bool() does not make it."""
+    return True if condition else False  # noqa: SIM210
 
 
 def _has_torch_kernel(branch: FoldedBranch) -> bool:

@@ -62,3 +62,8 @@ def _make_table(law: Callable[[Tensor], Tensor], counts: range, like: Tensor) ->
     if values.numel() > MAX_TABLE_ELEMENTS:
         return None
     return F.pad(values[0].mT, (0, -heads % ALIGNED_ENTRIES)).contiguous()[:, :heads]
+
+
+def fits_heads(x: Tensor, heads: int) -> bool:
+    """Return whether x (batch, heads or 1, …) has one value for all heads or one for each; both may be symbols."""
+    return bool(x.shape[1] == 1 or x.shape[1] == heads)

@@ -138,9 +138,9 @@ class Span:
         return replace(span, chunk=self.chunk, chunk_low=chunk_low, chunk_high=chunk_high)
 
     def _chunk_differences(self, queries: int, keys: int) -> tuple[int, int]:
-        """Return the least and the largest ⌊j/L⌋ - ⌊i/L⌋ of queries at the last of positions 0 … keys - 1."""
+        """Return bounds of ⌊j/L⌋ - ⌊i/L⌋ of queries at the last positions of a row of `keys` or, padded, fewer."""
         newest = (keys - 1) // self.chunk
-        return -newest, newest - (keys - queries) // self.chunk
+        return -newest, min(newest, -(-(queries - 1) // self.chunk))  # j - i is at most queries - 1
 
     def to_band(self, queries: int, keys: int) -> Band | None:
         """Return the same pairs as a band of slots, queries being the last of the keys.
