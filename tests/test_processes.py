@@ -57,11 +57,10 @@ def test_all_files_run(run):
 
 
 def test_a_failure_is_reported_as_usual(run):
-    status, output = run(a=PASSING, b="def test_fails():\n    print('seen')\n    assert 1 == 2\n")
-    assert status == 1 and "1 failed, 3 passed, 1 skipped" in output
+    failing = "def test_fails():\n    print('seen')\n    assert 1 == 2\n"
+    status, output = run("-x", a="def test_passes():\n    pass\n", b=failing)
+    assert status == 1 and "1 failed" in output and "stopping after 1 failures" in output
     assert "assert 1 == 2" in output and "test_b.py::test_fails" in output and "\nseen\n" in output
-    status, output = run("-x")
-    assert status == 1 and "stopping after 1 failures" in output
 
 
 def test_a_process_that_dies_is_a_failure(run):
