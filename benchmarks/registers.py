@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,13 +84,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the rows to this file")
     parser.add_argument("--match", default="", help="regular expression of cards and calls, as in 'sm_100.*, d 128'")
     options = parser.parse_args()
-    rows = []
+    try:
+        chosen = re.compile(options.match)
+    except re.error as error:
+        parser.error(f"--match: expected a regular expression, got {options.match!r} ({error})")
+    rows: list[dict[str, Any]] = []
     for number, (name, card) in enumerate(CARDS.items()):
         for call, run in list_calls():
-            if not re.search(options.match, f"{name}, {call}"):
+            if not chosen.search(f"{name}, {call}"):
                 continue
             rows += [{"card": name, "call": call, **row} for row in compile_call(number, card, run)]
             print(f"{name}, {call}: {len(rows)} kernels so far", file=sys.stderr, flush=True)
+    if not rows:
+        parser.error(f"--match: expected to match a card and a call, got {options.match!r}, which matches none")
     if options.out:
         write_json(options.out, {"provenance": collect_provenance(), "triton": triton.__version__, "rows": rows})
     print(render_rows(rows))
@@ -127,8 +133,9 @@ def compile_call(number: int, card: Any, run: Callable[[], Any]) -> Iterator[dic
             stack.enter_context(patch.object(driver, "_active", CardDriver(number, card)))
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
             stack.enter_context(patch.object(torch, "empty", torch.zeros))  # indices that no kernel writes
-            stack.enter_context(suppress(NotImplementedError))  # an operation of PyTorch that needs the card
             run()
+    except NotImplementedError as error:  # an operation of PyTorch that needs the card, such as its own attention
+        print(f"not compiled beyond it: {str(error).partition(chr(10))[0][:100]}", file=sys.stderr, flush=True)
     finally:
         set_switches(before)
     for kernel in dict.fromkeys(compiled):

@@ -115,7 +115,7 @@ def make_load(load, count):
 
 
 @pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="the kernels are Triton's")
-@pytest.mark.parametrize("load", ["mixed", pytest.param("long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("load", STEP_LIMITS)
 def test_operations_of_a_served_step_do_not_grow_with_its_requests(host, load, monkeypatch):
     """On the host of a GPU, where operations are launches: prompts are one call, requests that decode another."""
     serving = importlib.import_module("serving")

@@ -51,7 +51,8 @@ def find_shared_memory(x: Tensor) -> int:
 def read_shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory a program has on a GPU."""
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_MEMORY_BYTES)  # AMD's cards do not say
+    # AMD's cards have no such property
+    return getattr(properties, "shared_memory_per_block_optin", AMD_SHARED_MEMORY_BYTES)
 
 
 @bounded_cache(MAX_DEVICES)

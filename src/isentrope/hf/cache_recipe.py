@@ -25,7 +25,7 @@ class CacheRecipe:
     Args:
         text: the model's recipe.
         changes_keys: whether it caches keys otherwise than the plain model.
-        layouts: of the model, which are told whether a pass is over a cache that drops keys.
+        layouts: of the model, where it is noted whether a pass is over a cache that drops keys.
     """
 
     def __init__(self, text: str, changes_keys: bool, layouts: LayoutCache) -> None:

@@ -19,8 +19,8 @@ from isentrope.core.compile import device_context
 from isentrope.core.tile_shapes import is_server_card
 
 MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 64  # tensor cores take no fewer
-MAX_TILE_BYTES = 32 << 10  # of keys in fp32; consumer GPUs have little shared memory
-MAX_POINTER_TILE_BYTES = 8 << 10  # of keys, where registers would spill otherwise
+MAX_TILE_BYTES = 32 << 10  # of keys; consumer GPUs have little shared memory
+MAX_POINTER_TILE_BYTES = 8 << 10  # the same on other cards than servers', where registers would spill
 TARGET_PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
 SPLIT_KEYS = 128  # that a program attends to, where so many programs fit
 SEARCH_STEPS = tl.constexpr(31)  # bits of a float that is not negative
