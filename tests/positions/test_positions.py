@@ -1,6 +1,7 @@
 """Each position method at points worked out by hand."""
 
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope import Recipe, attention
+from isentrope.core.compile import HAS_TRITON, TRITON_INTERPRETED
+from isentrope.positions.clex import runs_in_kernel
 from tests.contract.matrix import CPU_BACKENDS
 from tests.fixtures.recipes import TRAINABLE
 
@@ -325,6 +328,40 @@ def test_clex_path_solves_its_equation():
         state = state + 2 / steps * (np.tanh((state + ntk) @ up.T) @ down.T - stretch * 2 / (2 * t - 1))
     # four-step Runge–Kutta at two steps a unit of t against small steps
     assert_close(clex.path(3, WIDE, CPU)[-1].detach().numpy(), np.exp(state), rtol=1e-4, atol=0)
+
+
+def check_clex_path(device, dim, hidden, last):
+    """One launch does the steps of torch, forward and backward."""
+    generator = torch.Generator().manual_seed(dim)
+    paths, clexes = [], [ise.CLEX(dim, 16, hidden=hidden).to(device) for _ in "ab"]
+    wide = ise.CLEX(dim, 16, hidden=hidden).to(device, WIDE)
+    weights = [0.3 * torch.randn(p.shape, generator=generator) for p in wide.parameters()]
+    factor = torch.randn(last, dim // 2, generator=generator)
+    for clex, kernel in ((clexes[0], True), (clexes[1], False), (wide, False)):
+        for parameter, weight in zip(clex.parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+        assert runs_in_kernel(clex.up.weight) == (clex is not wide)
+        with patch("isentrope.positions.clex.runs_in_kernel", lambda up, kernel=kernel: kernel):
+            path = clex.path(last, clex.up.weight.dtype, torch.device(device))
+        (path * factor.to(path)).sum().backward()
+        paths.append(path.detach())
+    for compared in (0, 1):  # torch in float32 is as far from float64
+        assert_close(paths[compared].double(), paths[2], rtol=2e-5, atol=1e-9)
+        for parameter, exact in zip(clexes[compared].parameters(), wide.parameters(), strict=True):
+            error = (parameter.grad.double() - exact.grad).norm()
+            assert float(error) <= 1e-5 * float(exact.grad.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "hidden", "last"), [(128, None, 64), (64, 40, 3), (20, 7, 4), (256, None, 5)])
+def test_clex_path_in_one_launch(dim, hidden, last):
+    check_clex_path("cuda", dim, hidden, last)
+
+
+@pytest.mark.skipif(not (HAS_TRITON and TRITON_INTERPRETED), reason="kernels run on a CPU with TRITON_INTERPRET=1")
+@pytest.mark.parametrize(("dim", "hidden", "last"), [(128, None, 3), (64, 40, 2), (20, 7, 4)])
+def test_interpreted_clex_path(dim, hidden, last):
+    check_clex_path("cpu", dim, hidden, last)
 
 
 def test_clex_samples_its_training_factor():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.core.caching import get_constant
+from isentrope.core.compile import can_run_triton
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
@@ -138,25 +139,49 @@ class CLEX(nn.Module, Position):
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return θ at t = 1 … last, (last, pairs). Only the learned part is integrated; θ_ntk has a closed form."""
         exponents = get_constant(rope_exponents, device, self.dim, dtype)
+        ntk = get_constant(list_log_bases, device, self.base, self.dim, last, self.steps, dtype)
         up, down = self.up.weight.to(dtype), self.down.weight.to(dtype)
+        if runs_in_kernel(up):
+            from isentrope.positions.clex_kernel import LearnedPath
+
+            learned = LearnedPath.apply(up, down, exponents, ntk, 1 / self.steps)
+        else:
+            learned = self._integrate(up, down, exponents, last)
+        return (learned[:: self.steps] - ntk[:: 2 * self.steps, None] * exponents).exp()
+
+    def _integrate(self, up: Tensor, down: Tensor, exponents: Tensor, last: int) -> Tensor:
+        """Return the learned part of ln θ before each Runge–Kutta step and after the last, (steps + 1, pairs)."""
         ntk_up = up @ exponents  # W_up ln θ_ntk(t) is a multiple of it
 
         def slope(t: float, learned: Tensor) -> Tensor:
-            return down @ torch.tanh(torch.addmv(ntk_up, up, learned, beta=-2 * self._log_base(t)))
+            return down @ torch.tanh(torch.addmv(ntk_up, up, learned, beta=-2 * log_base(self.base, self.dim, t)))
 
-        learned = torch.zeros(self.dim // 2, dtype=dtype, device=device)
-        states, h = [-self._log_base(1) * exponents], 1 / self.steps
-        for t in range(1, last):
-            for part in range(self.steps):
-                now = t + part * h
-                k1 = slope(now, learned)
-                k2 = slope(now + h / 2, torch.add(learned, k1, alpha=h / 2))
-                k3 = slope(now + h / 2, torch.add(learned, k2, alpha=h / 2))
-                k4 = slope(now + h, torch.add(learned, k3, alpha=h))
-                learned = torch.add(learned, (k1 + k4).add(k2 + k3, alpha=2), alpha=h / 6)
-            states.append(torch.add(learned, exponents, alpha=-self._log_base(t + 1)))
-        return torch.stack(states).exp()
+        states, h = [torch.zeros_like(exponents)], 1 / self.steps
+        for part in range(self.steps * (last - 1)):
+            now, learned = 1 + part * h, states[-1]
+            k1 = slope(now, learned)
+            k2 = slope(now + h / 2, torch.add(learned, k1, alpha=h / 2))
+            k3 = slope(now + h / 2, torch.add(learned, k2, alpha=h / 2))
+            k4 = slope(now + h, torch.add(learned, k3, alpha=h))
+            states.append(torch.add(learned, (k1 + k4).add(k2 + k3, alpha=2), alpha=h / 6))
+        return torch.stack(states)
 
-    def _log_base(self, t: float) -> float:
-        """Return the logarithm of the base of θ_ntk(t), base · (2t - 1)^{d/(d-2)}."""
-        return log(self.base * (2 * t - 1) ** (self.dim / (self.dim - 2)))
+
+def log_base(base: float, dim: int, t: float) -> float:
+    """Return the logarithm of the base of θ_ntk(t), base · (2t - 1)^{d/(d-2)}."""
+    return log(base * (2 * t - 1) ** (dim / (dim - 2)))
+
+
+def list_log_bases(base: float, dim: int, last: int, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return `log_base` at t = 1 … last, every half of a Runge–Kutta step."""
+    values = [log_base(base, dim, 1 + n / (2 * steps)) for n in range(2 * steps * (last - 1) + 1)]
+    return torch.tensor(values, dtype=dtype)
+
+
+def runs_in_kernel(up: Tensor) -> bool:
+    """Return whether one launch can do all steps: on a GPU, unless a graph is traced or matrices are large."""
+    if torch.compiler.is_compiling() or up.dtype != torch.float32 or not can_run_triton(up):
+        return False
+    from isentrope.positions.clex_kernel import fits
+
+    return fits(*up.shape)
