@@ -7,9 +7,9 @@
 # are few and long. A run stops after so many seconds, and is resumed by the same command: cells are files, trainings save their state
 # every minute. Pre-trainings are the same for all plans of one --out alone, so that `seeds`, `tables` and `figures` belong in one
 # --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
-# 64 tokens 2, of CLEX 8, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
-# where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap. CLEX is
-# thousands of small kernels, which wait for the large ones of other trainings: run it last. Steps (study_costs.py has their seconds):
+# 64 tokens 2, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
+# where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap.
+# Steps (study_costs.py has their seconds):
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
 #   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs
