@@ -62,7 +62,7 @@ pytest: $(READY) $(COMPILED)  ## the tests without the site and the interpreter
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --processes 2
 
 interpreted: $(READY) $(COMPILED)  ## the kernels of a GPU, in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes $(INTERPRETERS) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/positions/test_positions.py tests/hf/test_packed_steps.py
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest --processes $(INTERPRETERS) -k interpreted tests/contract/test_fast*.py tests/contract/test_retrieve.py tests/core/test_rotation.py tests/positions/test_clex.py tests/hf/test_packed_steps.py
 
 docs: $(SITE_READY)  ## the documentation site, in site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
