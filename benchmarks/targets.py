@@ -132,8 +132,8 @@ def list_rows(size: Sizes) -> Iterator[Case]:
             for method in (branched(near)[0], windowed(near)[0]):
                 pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
                 name = f"{method.name}, {how}" + (", backward" if grad else "")
-                used = (switches.BAND_ROWS, *((switches.BAND_BACKWARD,) if grad else ()))
-                # FlexAttention compiles for every kind of call: once without and once with gradients is enough
+                used = () if grad else (switches.BAND_ROWS,)  # with gradients the kernels of whole rows take each
+                # without, FlexAttention compiles for every kind of call: once is enough
                 compared, base = how == "padded", partial(equal_rows, size)
                 mean = sum(lengths) // len(lengths)
                 equal = len(lengths) * count_pairs(mean, mean, window=method.window)
