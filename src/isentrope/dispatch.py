@@ -18,16 +18,16 @@ from isentrope.backends.flex import FlexBackend
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import Backend, GraphPlan, Launch
 from isentrope.backends.reference import ReferenceBackend
-from isentrope.block_selection import choose_blocks
+from isentrope.block_selection import choose_blocks, split_frames
 from isentrope.core.caching import MAX_CALL_VALUES
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
-from isentrope.core.frame_calls import RowPart, list_frames, split_rows, take_frame
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.rotation import is_transformed
 from isentrope.core.switches import list_switches
 from isentrope.core.tracing import can_share_in_graph
+from isentrope.core.unpadding import Tokens, find_tokens, pack_call
 from isentrope.entropy import compute_entropy, set_entropy_tau
 from isentrope.utils.messages import format_value
 
@@ -46,9 +46,6 @@ MAX_BIASED_Q_ELEMENTS = (1 << 31) - 1
 # memory, or are kept for a backward.
 MAX_DENSE_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 29}
 MAX_DENSE_WEIGHTS_WITH_GRADIENT = 1 << 26
-# Elements of q, in the mean of padded rows or packed documents, from which single calls beat FlexAttention on all of
-# them, with gradients; below, launches would decide.
-MIN_ROW_ELEMENTS = 1 << 23
 
 logger = logging.getLogger("isentrope")
 _announced: set[tuple[str, str]] = set()
@@ -78,8 +75,6 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
             if chosen is not None:
                 return Result(chosen[0], chosen[1] if need_lse else None, None, BLOCKS.name)
         call = choose_blocks(call)
-    if backend == AUTO and not need_entropy and (rows := _find_rows(call)) is not None:
-        return _run_rows(call, rows, need_lse)
     max_elements = _max_q_elements(call)
     if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _run(call, backend, need_lse, need_entropy)
@@ -209,6 +204,8 @@ def _max_q_elements(call: AttentionCall) -> int:
 
 def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
     backend = choose_backend(call, name, need_entropy)
+    if backend.computes_padding and (tokens := find_tokens(call)) is not None:
+        return _run_packed(call, tokens, name, need_lse, need_entropy)
     if backend.reads_padding:
         call = blank_padding(call)
     call = set_entropy_tau(backend, call)
@@ -224,6 +221,15 @@ def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> 
     return Result(out, lse if need_lse else None, entropy, backend.name)
 
 
+def _run_packed(call: AttentionCall, tokens: Tokens, name: str, need_lse: bool, need_entropy: bool) -> Result:
+    """Run padded rows as one packed row."""
+    result = _run(pack_call(call, tokens), name, need_lse, need_entropy)
+    size = call.q.shape[0], call.q.shape[2]
+    lse = None if result.lse is None else tokens.spread(result.lse, *size, -torch.inf)
+    entropy = None if result.entropy is None else tokens.spread(result.entropy, *size)
+    return Result(tokens.spread(result.out, *size), lse, entropy, result.backend)
+
+
 def _run_frames(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
     """Run the rows, or documents, of a call one after another: each chooses far keys of its own."""
     shape, dtype = call.q.shape[:3], accumulation_dtype(call.q)
@@ -231,63 +237,12 @@ def _run_frames(call: AttentionCall, name: str, need_lse: bool, need_entropy: bo
     lse = torch.full(shape, -torch.inf, dtype=dtype, device=out.device) if need_lse else None
     entropy = torch.zeros(shape, dtype=dtype, device=out.device) if need_entropy else None
     chosen = BLOCKS.name if name == AUTO else name
-    for frame in list_frames(call.layout):
-        result = dispatch(take_frame(call, frame), name, need_lse, need_entropy)
+    for row, queries, part in split_frames(call):
+        result = dispatch(part, name, need_lse, need_entropy)
         for whole, values in ((out, result.out), (lse, result.lse), (entropy, result.entropy)):
             if whole is not None and values is not None:
-                whole[frame.row, :, frame.queries] = values[0]
+                whole[row, :, queries] = values[0]
     return Result(out, lse, entropy, chosen)
-
-
-def _find_rows(call: AttentionCall) -> list[list[RowPart]] | None:
-    """Return the parts of padded and packed rows that have gradients, where kernels of whole rows are faster."""
-    if not _may_split_rows(call):
-        return None
-    factors = (x for branch in call.branches for x in (branch.tau, branch.offset))
-    learned = any(x is not None and x.requires_grad for x in (*factors, *(x for pair in call.rotations for x in pair)))
-    return _split_long_rows(call) if learned else call.cached("rows", lambda: _split_long_rows(call))
-
-
-def _may_split_rows(call: AttentionCall) -> bool:
-    """Return whether rows may be looked at, which waits for the device once for all layers."""
-    layout, q = call.layout, call.q
-    if layout.plain or not q.is_cuda or not call.needs_grad or q.numel() < MIN_ROW_ELEMENTS:
-        return False
-    alike = layout.implicit and layout.queries == layout.keys
-    return alike and call.dropout is None and values_are_readable(q) and not is_transformed()
-
-
-def _split_long_rows(call: AttentionCall) -> list[list[RowPart]] | None:
-    if _choose_fastest(call) is not FLEX:
-        return None
-    frames = list_frames(call.layout)
-    tokens = [frame.queries.stop - frame.queries.start for frame in frames]
-    if call.layout.padded_queries_matter and sum(tokens) < call.q.shape[0] * call.q.shape[2]:
-        return None
-    if sum(tokens) * call.q.shape[1] * call.q.shape[3] < MIN_ROW_ELEMENTS * max(len(frames), 1):
-        return None
-    longest = take_frame(call, frames[tokens.index(max(tokens))])
-    return None if _choose_fastest(longest) is FLEX else split_rows(call, frames)
-
-
-def _run_rows(call: AttentionCall, rows: list[list[RowPart]], need_lse: bool) -> Result:
-    """Run the parts of each row one after another. Gradients of q, k and v are then written once, not part by part."""
-    name, (heads, size), dtype = AUTO, (call.q.shape[1], call.v.shape[3]), accumulation_dtype(call.q)
-    outs: list[Tensor] = []
-    lses: list[Tensor | None] = []
-    for parts, *tensors in zip(rows, call.q.unbind(), call.k.unbind(), call.v.unbind(), strict=True):
-        tokens = [part.tokens for part in parts]
-        results: list[tuple[Tensor, Tensor | None]] = []
-        for part, q, k, v in zip(parts, *(x.split(tokens, 1) for x in tensors), strict=True):
-            if part.call is None:
-                zeros = call.q.new_zeros(1, heads, part.tokens, size)
-                results.append((zeros, zeros.new_full(zeros.shape[:3], -torch.inf, dtype=dtype)))
-            else:
-                out, lse, _, name = _run(part.call.set_tensors(q[None], k[None], v[None]), AUTO, need_lse, False)
-                results.append((out, lse))
-        outs.append(torch.cat([out for out, _ in results], 2))
-        lses.append(_concatenate([lse for _, lse in results], 2) if need_lse else None)
-    return Result(torch.cat(outs), _concatenate(lses, 0), None, name)
 
 
 def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: bool, need_entropy: bool) -> Result:
@@ -303,10 +258,10 @@ def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: b
         lses.append(lse)
         entropies.append(entropy)
         names.append(chosen)
-    return Result(out, _concatenate(lses, 1), _concatenate(entropies, 1), names[0])
+    return Result(out, _concatenate(lses), _concatenate(entropies), names[0])
 
 
-def _concatenate(parts: list[Any], dim: int) -> Tensor | None:
-    """Join tensors, where there is anything to join."""
+def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
+    """Join heads, where there is anything to join."""
     tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors, dim) if tensors else None
+    return torch.cat(tensors, 1) if tensors else None

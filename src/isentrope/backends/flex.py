@@ -34,6 +34,7 @@ class FlexBackend(Backend):
     """Branches through FlexAttention, merged by autograd's own operations."""
 
     name = "flex"
+    computes_padding = True
 
     def refusal(self, call: AttentionCall) -> str | None:
         q, v = call.q, call.v

@@ -40,6 +40,7 @@ class Backend(ABC):
     name: as in `attention(backend=...)`.
     gradient: "autograd" through what `forward` runs, "merged" (see `merge`), or "none".
     reads_padding: whether padded keys enter products, so that NaN in them would reach the output.
+    computes_padding: whether padding takes as long as tokens, so that padded rows are better packed.
     has_weights: whether the attention weights exist, as dropout needs.
     lse_has_gradient: whether gradients flow through the log-sum-exp too.
     chooses_keys: whether it takes branches with chosen blocks of keys.
@@ -48,6 +49,7 @@ class Backend(ABC):
     name: ClassVar[str]
     gradient: ClassVar[Literal["autograd", "merged", "none"]] = "autograd"
     reads_padding: ClassVar[bool] = True
+    computes_padding: ClassVar[bool] = False
     has_weights: ClassVar[bool] = False
     lse_has_gradient: ClassVar[bool] = False
     chooses_keys: ClassVar[bool] = False

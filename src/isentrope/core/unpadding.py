@@ -1,0 +1,127 @@
+"""The tokens of padded rows as one packed row, for kernels that would compute padding like any token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isentrope.core.call import AttentionCall
+from isentrope.core.compile import values_are_readable
+from isentrope.core.layout import Layout, Rows
+from isentrope.core.rotation import is_transformed
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of padded rows are, (tokens,) each, and the layout of a packed row of them."""
+
+    row: Tensor
+    slot: Tensor
+    layout: Layout
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return x (batch, heads, slots, …) without padding, (1, heads, tokens, …)."""
+        packed: Tensor = _Pack.apply(x, self.row, self.slot)
+        return packed
+
+    def spread(self, x: Tensor, batch: int, slots: int, padding: float = 0.0) -> Tensor:
+        """Return x (1, heads, tokens, …) with a value at padding, (batch, heads, slots, …)."""
+        spread: Tensor = _Spread.apply(x, self.row, self.slot, batch, slots, padding)
+        return spread
+
+
+def find_tokens(call: AttentionCall) -> Tokens | None:
+    """Return the tokens of a call with padding that nobody reads, or None. It waits for the device, once a layout."""
+    layout, q = call.layout, call.q
+    if type(layout) is not Layout or not layout.padded or layout.padded_queries_matter or layout.harmless_padding:
+        return None
+    if layout.queries != layout.keys or not layout.implicit or not values_are_readable(q) or is_transformed():
+        return None
+    return layout.cached("tokens", lambda: _find_tokens(layout))
+
+
+def _find_tokens(layout: Layout) -> Tokens | None:
+    size = layout.batch, layout.queries
+    padding, low, origin = (x.expand(size) for x in (layout.padding()[0], layout.frame_low, layout.origin))
+    row, slot = (~padding).nonzero(as_tuple=True)
+    if len(row) in (0, padding.numel()) or bool((low != origin).any()):  # or a cache has dropped keys
+        return None
+    documents = row * layout.keys + low[row, slot]
+    return Tokens(row, slot, Layout(1, len(row), len(row), layout.device, Rows(documents=documents[None])))
+
+
+def pack_call(call: AttentionCall, tokens: Tokens) -> AttentionCall:
+    """Return the call as one packed row."""
+    factors = (x for branch in call.branches for x in (branch.tau, branch.offset))
+    learned = any(x is not None and x.requires_grad for x in (*factors, *(x for pair in call.rotations for x in pair)))
+    packed = _pack_branches(call, tokens) if learned else call.cached("packed", lambda: _pack_branches(call, tokens))
+    return packed.set_tensors(tokens.pack(call.q), tokens.pack(call.k), tokens.pack(call.v))
+
+
+def _pack_branches(call: AttentionCall, tokens: Tokens) -> AttentionCall:
+    """Return the call as one packed row, without q, k and v."""
+    size = call.layout.batch, call.layout.keys
+
+    done: dict[int, Tensor] = {}  # branches that share angles go on sharing them
+
+    def pack(x: Tensor | None) -> Any:
+        if x is None or x.shape[0] == x.shape[2] == 1:
+            return x
+        if id(x) not in done:
+            done[id(x)] = tokens.pack(x.expand(size[0], -1, size[1], *x.shape[3:]))
+        return done[id(x)]
+
+    branches = [
+        replace(
+            branch,
+            query_angles=branch.query_angles and tuple(map(pack, branch.query_angles)),
+            key_angles=branch.key_angles and tuple(map(pack, branch.key_angles)),
+            tau=pack(branch.tau),
+            offset=pack(branch.offset),
+        )
+        for branch in call.branches
+    ]
+    nothing = call.q.new_empty(0)
+    packed = replace(call, q=nothing, k=nothing, v=nothing, layout=tokens.layout, branches=branches)
+    vars(packed)["shared"] = {}
+    return packed
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row, slot)
+        ctx.size = x.shape[0], x.shape[2]
+        return _pack(x, row, slot)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        row, slot = ctx.saved_tensors
+        return _spread(grad, row, slot, *ctx.size), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, slot: Tensor, batch: int, slots: int, padding: float) -> Tensor:
+        ctx.save_for_backward(row, slot)
+        return _spread(x, row, slot, batch, slots, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _pack(grad, *ctx.saved_tensors), None, None, None, None, None
+
+
+def _pack(x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
+    return x.transpose(1, 2)[row, slot].transpose(0, 1)[None]
+
+
+def _spread(x: Tensor, row: Tensor, slot: Tensor, batch: int, slots: int, padding: float = 0.0) -> Tensor:
+    """Unlike autograd's own, this adds nothing: no token is there twice."""
+    out = x.new_full((batch, slots, x.shape[1], *x.shape[3:]), padding)
+    out[row, slot] = x[0].transpose(0, 1)
+    return out.transpose(1, 2)
