@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FIRST_CALLS = "2026-11-17-h200-targets.json"
 TARGETS = "2026-11-17-h200-targets-2.json"
 MILLION = "2026-11-17-h200-million.json"
 FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each; all where none is named
@@ -26,7 +25,6 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-16-h200-share.json": (),
     "2026-11-16-h200-frontier.json": (),
     "2026-11-16-h200-frontier-2.json": (),
-    FIRST_CALLS: ("first call",),  # another training ran on the same GPU, so that other ratios are upper bounds
     "2026-11-17-h200-decoding.json": (),
     TARGETS: (),
     "2026-11-17-h200-decoding-2.json": (),
@@ -34,6 +32,9 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-18-cpu.json": (),
     "2026-11-18-cpu-others.json": (),
     "2026-11-18-h200-others.json": (),
+    "2026-11-19-h200-first.json": (),
+    "2026-11-19-h200-others.json": (),
+    "2026-11-19-h200-decoding.json": (),
 }
 MISSING = "Not measured yet."
 SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default
@@ -194,7 +195,7 @@ def render_benchmark_files() -> str:
 
 
 def _is_switched(row: Row) -> bool:
-    return SWITCHED in row["method"] and row["group"] != "first call"  # there they are what is now the default
+    return SWITCHED in row["method"]
 
 
 def _choose(groups: str, begins: tuple[str, ...]) -> list[Row]:

@@ -68,7 +68,7 @@ def check_clex_path(device, dim, hidden, last):
     generator = torch.Generator().manual_seed(dim)
     paths, clexes = [], [ise.CLEX(dim, 16, hidden=hidden).to(device) for _ in "ab"]
     wide = ise.CLEX(dim, 16, hidden=hidden).to(device, WIDE)
-    weights = [torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5 for p in wide.parameters()]
+    weights = [0.1 * torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5 for p in wide.parameters()]
     factor = torch.randn(last, dim // 2, generator=generator)
     for clex, kernel in ((clexes[0], True), (clexes[1], False), (wide, False)):
         for parameter, weight in zip(clex.parameters(), weights, strict=True):
