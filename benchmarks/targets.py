@@ -132,9 +132,9 @@ def list_rows(size: Sizes) -> Iterator[Case]:
             for method in (branched(near)[0], windowed(near)[0]):
                 pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
                 name = f"{method.name}, {how}" + (", backward" if grad else "")
-                used = () if grad else (switches.BAND_ROWS,)  # with gradients the kernels of whole rows take each
+                used = () if grad and how == "packed" else (switches.PACKED_PADDING if grad else switches.BAND_ROWS,)
                 # without, FlexAttention compiles for every kind of call: once is enough
-                compared, base = how == "padded" and not grad, partial(equal_rows, size)
+                compared, base = how == "padded", partial(equal_rows, size)
                 mean = sum(lengths) // len(lengths)
                 equal = len(lengths) * count_pairs(mean, mean, window=method.window)
                 yield Case(

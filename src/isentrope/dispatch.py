@@ -25,7 +25,7 @@ from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.rotation import is_transformed
-from isentrope.core.switches import list_switches
+from isentrope.core.switches import PACKED_PADDING, is_on, list_switches
 from isentrope.core.tracing import can_share_in_graph
 from isentrope.core.unpadding import Tokens, find_tokens, pack_call
 from isentrope.entropy import compute_entropy, set_entropy_tau
@@ -204,8 +204,10 @@ def _max_q_elements(call: AttentionCall) -> int:
 
 def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
     backend = choose_backend(call, name, need_entropy)
-    if backend.computes_padding and (tokens := find_tokens(call)) is not None:
-        return _run_packed(call, tokens, name, need_lse, need_entropy)
+    if backend.computes_padding and is_on(PACKED_PADDING) and (tokens := find_tokens(call)) is not None:
+        packed = pack_call(call, tokens)
+        if backend.refusal(packed) is None:
+            return _run_packed(packed, tokens, call, name, need_lse, need_entropy)
     if backend.reads_padding:
         call = blank_padding(call)
     call = set_entropy_tau(backend, call)
@@ -221,10 +223,11 @@ def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> 
     return Result(out, lse if need_lse else None, entropy, backend.name)
 
 
-def _run_packed(call: AttentionCall, tokens: Tokens, name: str, need_lse: bool, need_entropy: bool) -> Result:
-    """Run padded rows as one packed row."""
-    result = _run(pack_call(call, tokens), name, need_lse, need_entropy)
-    size = call.q.shape[0], call.q.shape[2]
+def _run_packed(
+    packed: AttentionCall, tokens: Tokens, call: AttentionCall, name: str, need_lse: bool, need_entropy: bool
+) -> Result:
+    """Run the padded rows of a call as one packed row."""
+    result, size = _run(packed, name, need_lse, need_entropy), (call.q.shape[0], call.q.shape[2])
     lse = None if result.lse is None else tokens.spread(result.lse, *size, -torch.inf)
     entropy = None if result.entropy is None else tokens.spread(result.entropy, *size)
     return Result(tokens.spread(result.out, *size), lse, entropy, result.backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,14 +11,17 @@ from torch.testing import assert_close
 import isentrope as ise
 from isentrope import dispatch
 from isentrope.backends.chunked import ChunkedBackend
+from isentrope.backends.dense import DenseBackend
 from isentrope.core.layout import Layout, Rows
 from isentrope.functional import attention
+from isentrope.hf.mask import make_frames_mask
+from isentrope.hf.mask import make_layout as make_model_layout
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import error
 from tests.contract.test_fast_rows import TEXTS
 from tests.fixtures.turns import in_turns
 
-KINDS = ["lengths", "left", "documents", "no_keys"]
+KINDS = ["lengths", "left", "documents", "padded documents", "model", "no_keys"]
 run_packed = dispatch._run_packed
 
 
@@ -35,10 +40,14 @@ def take_gradients(recipe):
 
 
 def make_layout(kind, device="cpu", n=67):
-    """Rows whose padded queries nobody reads, as a model makes them."""
-    short = torch.tensor([n, 0 if kind == "no_keys" else n * 2 // 3])
-    ids = torch.arange(n)[None] // (n // 3)
-    rows = Rows(documents=ids) if kind == "documents" else Rows(lengths=short, left_padded=kind == "left")
+    """Rows whose padded queries nobody reads: as a model makes them, or with padding and documents."""
+    short = torch.tensor([n, 0 if kind == "no_keys" else n // 3])
+    if kind == "model":
+        x = torch.empty(2, 1, n, 1, device=device)
+        return make_model_layout(make_frames_mask(2, n, n, attention_mask=torch.arange(n) >= n - short[:, None]), x, x)
+    rows = Rows(lengths=None if kind == "documents" else short, left_padded=kind == "left")
+    if "documents" in kind:
+        rows = replace(rows, documents=torch.arange(n)[None] // 15)
     layout = Layout(2, n, n, torch.device(device), rows)
     layout.padded_queries_matter = False
     return layout
@@ -73,20 +82,40 @@ def test_packed_tokens_of_padded_rows_are_the_reference(recipe, kind, causal, mo
     results = run(setting, recipe, torch.float64, "chunked", causal=causal) + take_gradients(recipe)
     for one, other in zip(results, exact, strict=True):
         assert_close(one, other, rtol=1e-9, atol=1e-9)
-    tokens = {"no_keys": 67, "documents": 134}.get(kind, 67 + 44)
-    assert [tokens.layout.keys for tokens in packed] == ([] if kind == "documents" else [tokens])
+    count = {"no_keys": 67}.get(kind, 67 + 22)
+    assert [tokens.layout.keys for tokens in packed] == ([] if kind == "documents" else [count])
 
 
 def test_rows_that_are_read_or_have_no_padding_are_not_packed(monkeypatch):
     packed, q = [], torch.randn(2, 2, 24, 16)
     monkeypatch.setattr(dispatch, "_run_packed", lambda *args: packed.append(args[1]) or run_packed(*args))
-    layouts = [Layout(2, 24, 24, torch.device("cpu"), Rows(lengths=torch.tensor([24, n]))) for n in (9, 24, 9)]
+    layouts = [Layout(2, 24, 24, torch.device("cpu"), Rows(lengths=torch.tensor([24, n]))) for n in (9, 20, 9)]
     layouts[1].padded_queries_matter = layouts[2].padded_queries_matter = False
     counts = []
     for layout in layouts:
         attention(q, q, q, "rope+window:size=4", layout=layout, backend="flex")
         counts.append(len(packed))
     assert counts == [0, 0, 1]
+
+
+def test_a_call_on_a_layout_seen_in_inference_mode_has_gradients(monkeypatch):
+    monkeypatch.setattr(DenseBackend, "computes_padding", True)
+    layout, tensors = make_layout("model"), Setting(67, 67, dv=16).tensors(torch.float64)
+    recipe = "rerope:window=8+share:reference=8"
+    with torch.inference_mode():
+        for _ in range(3):
+            attention(*(x.clone() for x in tensors), recipe, layout=layout, backend="dense")
+    q, k, v = (x.requires_grad_() for x in tensors)
+    attention(q, k, v, recipe, layout=layout, backend="dense").sum().backward()
+    assert bool(q.grad.isfinite().all())
+
+
+def test_rows_too_long_together_are_not_packed():
+    """On a CPU flex takes no more than so many tokens, of one row and not of all."""
+    q = torch.randn(3, 1, 1500, 16)
+    layout = Layout(3, 1500, 1500, torch.device("cpu"), Rows(lengths=torch.tensor([1500, 1000, 500])))
+    layout.padded_queries_matter = False
+    attention(q, q, q, "rope+window:size=4", layout=layout, backend="flex")
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def render_claims(folder: Path) -> str:
-    """Print a verdict for each claim that is measured, and which configurations are not."""
+    """Return tables of a verdict for each claim that is measured, and which configurations are not."""
     gains = {claim: collect_gains(folder, *claim) for claim in CLAIMS}
     keys = [(claim, configuration) for claim in CLAIMS for configuration in gains[claim]]
     if not keys:

@@ -125,7 +125,8 @@ class AttentionCall:
             return make()
         value: Any = shared.get(key, shared)
         if value is shared:  # not yet there
-            value = make()
+            with torch.inference_mode(False):  # or a later call could not save it for its backward
+                value = make()
             if len(shared) < MAX_CALL_VALUES:
                 shared[key] = value
         return value

@@ -18,6 +18,7 @@ BAND_POINTERS = "band-pointers"
 BAND_CHUNKED_PREFILL = "band-chunked-prefill"
 BAND_SLOPES = "band-slopes"
 ONE_QUERY = "retrieve-one-query"
+PACKED_PADDING = "packed-padding"
 SWITCHES = {
     ALIBI_COLUMNS: "ALiBi that the band kernel does not take: positions as further columns of q and k",
     BAND_ROWS: "padded and packed rows, and both directions, on the band kernel",
@@ -27,8 +28,10 @@ SWITCHES = {
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
     BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
     ONE_QUERY: "one query that chooses far keys in two launches",
+    PACKED_PADDING: "padded rows as one packed row, where FlexAttention would compute much padding",
 }
-# by benchmarks/results/2026-11-17-h200-targets-2.json: the backward is slower than PyTorch's, pointers are not timed
+# by benchmarks/results/2026-11-17-h200-targets-2.json: the backward is slower than PyTorch's, pointers are not timed;
+# packed padding by the same tokens packed and padded, in 2026-11-19-h200-rows-targets.json
 DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from isentrope.core.call import AttentionCall
+from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.compile import values_are_readable
 from isentrope.core.layout import Layout, Rows
 from isentrope.core.rotation import is_transformed
+
+MIN_PADDING = 0.25  # of all slots; with less, a kernel for one length of rows gains more than it loses
+MAX_TOKENS = 1 << 18  # whose table of blocks is squared
 
 
 class Tokens(NamedTuple):
@@ -34,7 +38,7 @@ class Tokens(NamedTuple):
 
 
 def find_tokens(call: AttentionCall) -> Tokens | None:
-    """Return the tokens of a call with padding that nobody reads, or None. It waits for the device, once a layout."""
+    """Return the tokens of a call with much padding that nobody reads. Waits for the device once per layout."""
     layout, q = call.layout, call.q
     if type(layout) is not Layout or not layout.padded or layout.padded_queries_matter or layout.harmless_padding:
         return None
@@ -47,7 +51,9 @@ def _find_tokens(layout: Layout) -> Tokens | None:
     size = layout.batch, layout.queries
     padding, low, origin = (x.expand(size) for x in (layout.padding()[0], layout.frame_low, layout.origin))
     row, slot = (~padding).nonzero(as_tuple=True)
-    if len(row) in (0, padding.numel()) or bool((low != origin).any()):  # or a cache has dropped keys
+    if not 0 < len(row) <= min(MAX_TOKENS, (1 - MIN_PADDING) * padding.numel()):
+        return None
+    if bool((low != origin).any() | (layout.own_slot != layout.slots).any()):  # a cache has dropped keys
         return None
     documents = row * layout.keys + low[row, slot]
     return Tokens(row, slot, Layout(1, len(row), len(row), layout.device, Rows(documents=documents[None])))
@@ -57,14 +63,17 @@ def pack_call(call: AttentionCall, tokens: Tokens) -> AttentionCall:
     """Return the call as one packed row."""
     factors = (x for branch in call.branches for x in (branch.tau, branch.offset))
     learned = any(x is not None and x.requires_grad for x in (*factors, *(x for pair in call.rotations for x in pair)))
-    packed = _pack_branches(call, tokens) if learned else call.cached("packed", lambda: _pack_branches(call, tokens))
-    return packed.set_tensors(tokens.pack(call.q), tokens.pack(call.k), tokens.pack(call.v))
+    make = partial(_pack_branches, call.branches, (call.layout.batch, call.layout.keys), tokens)
+    built: tuple[list[RotatedBranch], dict[Any, Any] | None]
+    built = (make(), None) if learned else call.cached("packed", lambda: (make(), {}))
+    q, k, v = (tokens.pack(x) for x in (call.q, call.k, call.v))
+    packed = replace(call, q=q, k=k, v=v, layout=tokens.layout, branches=built[0])
+    vars(packed)["shared"] = built[1]
+    return packed
 
 
-def _pack_branches(call: AttentionCall, tokens: Tokens) -> AttentionCall:
-    """Return the call as one packed row, without q, k and v."""
-    size = call.layout.batch, call.layout.keys
-
+def _pack_branches(branches: list[RotatedBranch], size: tuple[int, int], tokens: Tokens) -> list[RotatedBranch]:
+    """Return branches, whose factors and angles may be the same for all rows or slots, as those of one packed row."""
     done: dict[int, Tensor] = {}  # branches that share angles go on sharing them
 
     def pack(x: Tensor | None) -> Any:
@@ -74,7 +83,7 @@ def _pack_branches(call: AttentionCall, tokens: Tokens) -> AttentionCall:
             done[id(x)] = tokens.pack(x.expand(size[0], -1, size[1], *x.shape[3:]))
         return done[id(x)]
 
-    branches = [
+    return [
         replace(
             branch,
             query_angles=branch.query_angles and tuple(map(pack, branch.query_angles)),
@@ -82,12 +91,8 @@ def _pack_branches(call: AttentionCall, tokens: Tokens) -> AttentionCall:
             tau=pack(branch.tau),
             offset=pack(branch.offset),
         )
-        for branch in call.branches
+        for branch in branches
     ]
-    nothing = call.q.new_empty(0)
-    packed = replace(call, q=nothing, k=nothing, v=nothing, layout=tokens.layout, branches=branches)
-    vars(packed)["shared"] = {}
-    return packed
 
 
 class _Pack(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isentrope.core.caching import get_constant
 from isentrope.core.compile import can_run_triton
+from isentrope.core.rotation import is_transformed
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
 from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
@@ -130,11 +131,11 @@ class CLEX(nn.Module, Position):
         weights = self.up.weight, self.down.weight
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
             return self.path(last, dtype, device)
-        key = last, dtype, device, *((w.data_ptr(), w._version) for w in weights)
-        if self._path is None or self._path[0] != key:
+        key, known = (last, dtype, device, self.base, *((w.data_ptr(), w._version) for w in weights)), self._path
+        if known is None or known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._path = key, self.path(last, dtype, device)
-        return self._path[1]
+                known = self._path = key, self.path(last, dtype, device)
+        return known[1]
 
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return θ at t = 1 … last, (last, pairs). Only the learned part is integrated; θ_ntk has a closed form."""
@@ -180,7 +181,7 @@ def list_log_bases(base: float, dim: int, last: int, steps: int, dtype: torch.dt
 
 def runs_in_kernel(up: Tensor) -> bool:
     """Return whether one launch can do all steps: on a GPU, unless a graph is traced or matrices are large."""
-    if torch.compiler.is_compiling() or up.dtype != torch.float32 or not can_run_triton(up):
+    if torch.compiler.is_compiling() or is_transformed() or up.dtype != torch.float32 or not can_run_triton(up):
         return False
     from isentrope.positions.clex_kernel import fits
 
