@@ -144,8 +144,8 @@ def choose_uncompiled(q: Tensor) -> str:
 
 
 def _choose_fastest(call: AttentionCall) -> Backend:
-    if call.dropout is not None:
-        return DENSE
+    if call.dropout is not None or (not torch.compiler.is_compiling() and is_transformed()):
+        return DENSE  # whose gradients autograd derives: the others' own are unknown to torch.func
     if _has_chosen_keys(call):
         return DENSE if BLOCKS.refusal(call) is not None else BLOCKS
     if DECODE.refusal(call) is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from isentrope.cli import app
@@ -102,6 +104,41 @@ def test_what_is_measured_is_kept(folder, run, monkeypatch):
     plan = load_comparison(folder / "small.yaml")
     assert run_comparison(plan, LLAMA, folder, folder / "out", notify=lines.append) is Outcome.COMPLETE
     assert "complete" in lines[-1] and not any("FAILED" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("model", "model or other buckets, or other texts .model differ."),
+        ("config", "model differ"),
+        ("edges", "edges differ"),
+        ("examples", "examples differ"),
+        ("modules.jsonl", "texts differ"),
+    ],
+)
+def test_complete_results_of_something_else_are_refused(folder, run, tmp_path, changed, words):
+    assert run.exit_code == 0, run.output
+    for name in ("out", "small.yaml", "modules.jsonl", "notes.jsonl"):
+        copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
+        copy(folder / name, tmp_path / name)
+    model, plan = tmp_path / "llama", tmp_path / "small.yaml"
+    shutil.copytree(LLAMA, model)
+    if changed == "model":
+        weights = load_file(model / "model.safetensors")
+        save_file({key: 1.01 * x for key, x in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    elif changed == "config":
+        config = json.loads((model / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] = 40000.0
+        (model / "config.json").write_text(json.dumps(config))
+    elif changed == "modules.jsonl":
+        (tmp_path / changed).write_text((tmp_path / changed).read_text().replace("so on", "no more"))
+    else:
+        old, new = {"edges": ("[0, 32, 64, 96]", "[0, 48, 96]"), "examples": ("examples: 1", "examples: 2")}[changed]
+        plan.write_text(plan.read_text().replace(old, new))
+    command = ["compare", str(plan), "--model", str(model), "--data", str(tmp_path), "--workers", "0"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert re.search(f"holds another .*{words}.*; choose another folder$", result.stderr.strip())
 
 
 def test_breadth_comes_first_and_the_time_is_kept(folder, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.func import functional_call, grad, vmap
+from torch.testing import assert_close
 
 import isentrope as ise
 from tests.fixtures.dense_llama import (
@@ -135,3 +137,21 @@ def test_autocast():
     loss.backward()
     assert abs(loss - exact) < 0.02 * exact
     assert all(x.grad.isfinite().all() and x.grad.any() for x in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=16+share", "dualchunk:chunk=32,local=8", "sink:sinks=2,size=30"])
+def test_torch_func_over_weights(recipe):
+    model, ids = llama(), tokens(1, 90)
+    ise.extend(model, recipe)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def compute_loss(weights):
+        return functional_call(model, weights, (ids,), {"use_cache": False, "labels": ids}).loss
+
+    found = grad(compute_loss)(weights)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for name, weight in model.named_parameters():
+        assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        both = vmap(compute_loss)({name: torch.stack((weight, 2 * weight)) for name, weight in weights.items()})
+        assert_close(both[0], compute_loss(weights), rtol=1e-5, atol=1e-5)

@@ -111,6 +111,15 @@ def test_generation_with_and_without_a_cache():
     assert torch.equal(greedy(model, ids, 8), greedy(model, ids, 8, use_cache=False))
 
 
+@pytest.mark.parametrize("text", ["layers:0=rerope:window=16;1=infoscale", "layers:0=rerope:window=16;*=plain"])
+def test_short_texts_are_the_plain_models_bit_for_bit(text):
+    model, ids = llama().bfloat16(), tokens(1, 12)
+    before = whole(model, ids)
+    ise.extend(model, text)
+    assert torch.equal(whole(model, ids), before)
+    assert not torch.equal(whole(model, tokens(1, 90)), whole(ise.restore(copy.deepcopy(model)), tokens(1, 90)))
+
+
 def test_the_same_recipe_everywhere_is_that_recipe():
     ids = tokens(1, LENGTH)
     one = extended("rerope:window=32+share:beta=1", llama(**FOUR))

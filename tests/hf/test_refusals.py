@@ -190,6 +190,11 @@ def test_position_recipe_without_rotation(name, recipe):
     refused(FAMILIES[name].model(), recipe, f"{name}: has no rotary embedding")
 
 
+def test_a_choice_of_far_keys_in_both_directions():
+    recipe = "rerope:window=16+retrieve:blocks=2,size=4"
+    refused(FAMILIES["modernbert"].model(), recipe, "modernbert: layer . reads in both directions.*leave out retrieve")
+
+
 @pytest.mark.parametrize("recipe", ["alibi", "nope"])
 def test_other_positions_without_rotation(recipe):
     refused(FAMILIES["bert"].model(), recipe, "bert: has no rotary embedding", allow_untrained=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ from isentrope.recipe.auto import is_auto
 from isentrope.utils.extras import require_package
 from isentrope.utils.files import write_atomically
 from isentrope.utils.messages import suggest, truncate
+
+ATTENTION_FIELDS = ("rope_parameters", "max_position_embeddings", "sliding_window", "layer_types")
 
 
 @read_gguf_once()
@@ -183,7 +186,8 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def identify_model(model: PreTrainedModel, name: str) -> ModelRecord:
-    """Build the record of a model for results; a hash of samples of each tensor distinguishes models of one name."""
+    """Build the record of a model for results; hashes of samples of each tensor, and of what its config says of
+    positions, windows and a saved recipe, distinguish models of one name."""
     content = hashlib.sha256()
     for key, x in model.named_parameters():
         content.update(f"{key} {tuple(x.shape)}".encode())
@@ -194,7 +198,17 @@ def identify_model(model: PreTrainedModel, name: str) -> ModelRecord:
         "type": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": content.hexdigest()[:16],
+        "config": _hash_config(model.config),
     }
+
+
+def _hash_config(config: PreTrainedConfig) -> str:
+    """Hash what of a config changes how weights attend, and no more: others come and go with transformers."""
+    text = config.get_text_config()
+    values = {name: getattr(text, name, None) for name in ATTENTION_FIELDS}
+    saved = getattr(config, CONFIG_KEY, None) or {}
+    values[CONFIG_KEY] = {key: value for key, value in saved.items() if key not in ("measured", "warning")}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def check_save_folder(folder: Path | None) -> None:

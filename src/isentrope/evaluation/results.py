@@ -24,12 +24,14 @@ Key = tuple[Any, ...]
 
 
 class ModelRecord(TypedDict):
-    """Which model was measured. weights: a hash of samples of them; files of early versions have none."""
+    """Which model was measured. weights, config: hashes of samples and of what attention reads of the config; files of
+    early versions have none."""
 
     name: str
     type: str
     dtype: str
     weights: NotRequired[str]
+    config: NotRequired[str]
 
 
 class TextRecord(TypedDict):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from isentrope.data.source import find_text_files
 from isentrope.data.tasks import load_haystack
 from isentrope.evaluation.frontier import COMPARISON_FILE, FILLER_SUFFIX
-from isentrope.evaluation.loading import load_on_device, load_tokenizer
+from isentrope.evaluation.loading import identify_model, load_on_device, load_tokenizer
 from isentrope.evaluation.perplexity import PerplexityConfig, measure_perplexity
 from isentrope.evaluation.prompts import PromptFormat
 from isentrope.evaluation.ranking import forgets
@@ -28,10 +28,12 @@ from isentrope.evaluation.results import (
     PERPLEXITY,
     RETRIEVAL,
     TIMES,
+    ModelRecord,
     Schema,
     describe_difference,
     find_conflicts,
     hash_parts,
+    is_same_model,
     read_if_whole,
     write_results,
 )
@@ -137,6 +139,7 @@ def run_comparison(
             if reason:
                 report(f"LEFT OUT {recipe}: {reason}")
         recipes = tuple(recipe for recipe, reason in reasons.items() if reason is None)
+        inputs.check_results(identify_model(loaded, inputs.name), out / plan.name)
         _write_comparison(plan, reasons, out / plan.name)
         steps = sorted(inputs.iterate_steps(loaded, recipes, out / plan.name), key=lambda step: step.place)
         failed = run_steps(steps, start + seconds, report)
@@ -171,6 +174,26 @@ def _check_parts(plan: ComparisonPlan, folder: Path) -> None:
     earlier = read_if_whole(path, "recipes") or {}
     if conflicts := find_conflicts(earlier, hash_parts({"recipes": plan.recipes}), ("parts",)):
         raise ValueError(f"{path}: holds another comparison {describe_difference(conflicts)}")
+
+
+def _check_results(
+    path: Path, schema: Schema, model: ModelRecord, field: str, value: object, texts: dict[str, str] | str
+) -> None:
+    """Refuse a results file of another model, other buckets or examples, or a text that has changed since.
+
+    Args:
+        texts: The hash of each text by name, or that of all fillers.
+    """
+    earlier = read_if_whole(path, "model", "config", "cells", schema=schema)
+    if not earlier:
+        return
+    known = earlier.get("texts", {})
+    known = known if isinstance(known, dict) else {text["name"]: text["sha256"] for text in known}
+    same = {"model": is_same_model(earlier["model"], model), field: earlier["config"].get(field) == value}
+    now = dict.fromkeys(known, texts) if isinstance(texts, str) else texts
+    same["texts"] = all(now.get(name, sha256) == sha256 for name, sha256 in known.items())
+    if differing := [name for name, alike in same.items() if not alike]:
+        raise ValueError(f"{path}: holds {schema.mismatch}, or other texts {describe_difference(differing)}")
 
 
 def _write_comparison(plan: ComparisonPlan, reasons: dict[str, str | None], folder: Path) -> None:
@@ -227,6 +250,18 @@ class ComparisonInputs:
             examples, seed = questions.config.examples, questions.config.seed
         self.prompts = PreparedPrompts(tokenizer, chat)
         self.workers = PromptWorkers(self.prompts, self.haystacks, cells, examples, seed, workers if cells else 0)
+
+    def check_results(self, model: ModelRecord, out: Path) -> None:
+        """Refuse results of another model, other buckets, examples or texts, also where nothing is missing."""
+        texts = {kind: {text.name: text.sha256 for text in texts} for kind, texts in self.texts.items()}
+        for kind in texts if not self.plan.timed else ():
+            edges = list(self.plan.perplexity.edges) if self.plan.perplexity else []
+            _check_results(out / kind / PERPLEXITY.file, PERPLEXITY, model, "edges", edges, texts[kind])
+        for kind, haystack in self.haystacks.items():
+            assert self.plan.retrieval is not None  # it has fillers
+            path = out / f"{kind}{FILLER_SUFFIX}" / RETRIEVAL.file
+            examples = self.plan.retrieval.config.examples
+            _check_results(path, RETRIEVAL, model, "examples", examples, haystack.sha256)
 
     def iterate_steps(self, model: PreTrainedModel, recipes: tuple[str, ...], out: Path) -> Iterator[Step]:
         """Yield the steps of each kind of text, then of each filler."""

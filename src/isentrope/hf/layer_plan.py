@@ -150,6 +150,11 @@ def plan_layers(recipe: Recipe, layers: list[LayerInfo], config: PreTrainedConfi
                 f"{config.model_type}: layer {layer.index} has a window of its own, beyond which there are no far keys "
                 f"to choose from; raise the window of {layer_recipe.position} to it, or leave out retrieve there"
             )
+        elif layer_recipe.retrieve is not None and not layer.causal:
+            raise ValueError(
+                f"{config.model_type}: layer {layer.index} reads in both directions, where no query chooses far keys; "
+                "leave out retrieve"
+            )
         else:
             plans.append(LayerPlan(replace(layer_recipe, position=fitted.position), skipped_rope=layer.rope))
     for plan in plans:  # layers with the same parts share the recipe, and with it what is cached for it

@@ -246,8 +246,8 @@ class FittedPosition(Position):
         return "interleaved" if self.rope.interleaved else "half"
 
     def idle(self, length: int) -> bool:
-        streams = self.size is not None and length <= self.sinks + self.size
-        return self.keeps_frequencies and (streams or self.inner.idle(length))
+        inside = is_plain_rotation(self.inner) if self.size is None else length <= self.sinks + self.size
+        return self.keeps_frequencies and (inside or self.inner.idle(length))
 
     def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         if self.size is None:
