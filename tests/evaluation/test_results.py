@@ -126,3 +126,14 @@ def test_cells_of_masked_tokens(tmp_path, caplog):
     assert not is_done(tmp_path, "key") and not is_done(tmp_path, "none")
     write_cell(tmp_path, "key", {"result": {}, "timing": {}})
     assert read_cell(tmp_path, "key") is None and "it has to be measured again" in caplog.messages[0]
+
+
+def test_what_another_process_writes_meanwhile_is_kept(tmp_path):
+    first, second = (ResultsStore(tmp_path, PERPLEXITY, HEAD) for _ in range(2))
+    first.write(first.results() | {"cells": [CELL]})
+    written = (tmp_path / PERPLEXITY.file).read_bytes()
+    with pytest.raises(ValueError, match="another process has written to it meanwhile; run the same command again"):
+        second.write(second.results())
+    assert (tmp_path / PERPLEXITY.file).read_bytes() == written
+    first.write(first.results())  # its own are no surprise
+    ResultsStore(tmp_path, PERPLEXITY, HEAD).write(HEAD | {"cells": []})

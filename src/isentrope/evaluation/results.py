@@ -189,6 +189,7 @@ class ResultsStore:
         self.path = folder and folder / schema.file
         self.head: dict[str, Any] = json.loads(json.dumps(head))
         self.head |= hash_parts(self.head["config"])
+        self._seen = self._identify_file()
         self.earlier = self._read_earlier()
         if self.earlier:
             earlier, config = self.earlier["config"], self.head["config"]
@@ -216,10 +217,29 @@ class ResultsStore:
         return self.head | {"cells": list(self.cells.values())}
 
     def write(self, results: Mapping[str, Any]) -> None:
-        """Write results whole, or leave the file as it is."""
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_results(self.path, results, self.schema.ensure_ascii)
+        """Write results whole, or leave the file as it is.
+
+        Raises:
+            ValueError: another process has written to it, whose cells would be lost.
+        """
+        if self.path is None:
+            return
+        if self._identify_file() != self._seen:
+            raise ValueError(
+                f"{self.path}: another process has written to it meanwhile; run the same command again when that has "
+                "ended, which goes on from what it measured, or choose another folder"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_results(self.path, results, self.schema.ensure_ascii)
+        self._seen = self._identify_file()
+
+    def _identify_file(self) -> tuple[int, int, int] | None:
+        """Return what changes whenever the file is written; None where there is none."""
+        try:
+            status = self.path.stat() if self.path is not None else None
+        except FileNotFoundError:
+            return None
+        return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def hash_parts(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
