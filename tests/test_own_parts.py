@@ -239,6 +239,20 @@ def test_files_of_one_name_in_two_folders(tmp_path):
     assert "expected a name that no other part has, got 'root'" in str(result.exception)
 
 
+def test_a_file_beside_that_is_imported_counts(tmp_path):
+    hashes = []
+    for factor in (1, 1, 2):
+        (tmp_path / "laws.py").write_text(FILE.replace("import torch", "import torch, beside_root"))
+        (tmp_path / "beside_root.py").write_text(f"FACTOR = {factor}")
+        (tmp_path / "not_imported.py").write_text(f"{len(hashes)}")
+        with forget_registered():
+            result = CliRunner().invoke(app, ["--parts", str(tmp_path / "laws.py"), "recipes", "root"])
+            assert result.exit_code == 0, result.output
+            hashes.append(OWN_PARTS["root"])
+        del sys.modules["beside_root"]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_a_file_that_is_not_there(tmp_path):
     result = CliRunner().invoke(app, ["--parts", str(tmp_path / "laws.py"), "recipes"])
     assert_one_line(result, "parts: expected a Python file, got")

@@ -16,7 +16,7 @@ import typer
 
 from isentrope.cli.output import print_error
 from isentrope.utils.extras import MissingExtraError, name_missing_extras
-from isentrope.utils.files import explain_os_error
+from isentrope.utils.files import PARTS_MODULE, explain_os_error
 
 PACKAGE = Path(__file__).parents[1]
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -54,7 +54,7 @@ def _import_file(path: Path) -> None:
         print_error(f"parts: expected a Python file, got {str(path)!r}, which is not there")
         raise typer.Exit(2)
     place = path.resolve()
-    name = f"isentrope_parts_{place.stem}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
+    name = f"{PARTS_MODULE}{place.stem}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"
     if str(place.parent) not in sys.path:
         sys.path.append(str(place.parent))  # files beside it can be imported
     module = ModuleType(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import sys
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from isentrope.core.caching import clear_caches
 from isentrope.parts import Part
 from isentrope.retrieve import Retrieve
 from isentrope.share import Share
+from isentrope.utils.files import PARTS_MODULE
 from isentrope.utils.messages import format_value
 
 P = TypeVar("P", bound=type[Part])
@@ -97,13 +99,24 @@ def _find_kind(part: object) -> str | None:
 
 
 def _hash_source(part: type) -> str:
-    """Return a hash of the file that defines a class; of its code where there is none, as in a notebook."""
+    """Return a hash of the files that define a class; of its code where there is none, as in a notebook."""
     try:
-        content = Path(str(inspect.getsourcefile(part))).read_bytes()
+        content = b"".join(
+            path.read_bytes() for path in _list_sources(Path(str(inspect.getsourcefile(part))).resolve())
+        )
     except (TypeError, OSError):
         own = [each for each in part.__mro__ if each.__module__ == part.__module__]
         content = repr([_describe_code(value) for each in own for value in vars(each).values()]).encode()
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _list_sources(path: Path) -> list[Path]:
+    """Return a file, and those beside it that a file of --parts there has imported."""
+    modules = {name: Path(file).resolve() for name, each in sys.modules.items() if (file := vars(each).get("__file__"))}
+    own = {file for name, file in modules.items() if name.startswith(PARTS_MODULE)}
+    if path.parent not in {file.parent for file in own}:
+        return [path]
+    return [path, *sorted({file for file in modules.values() if file.parent == path.parent} - own - {path})]
 
 
 def _describe_code(value: Any) -> Any:

@@ -35,6 +35,8 @@ REMEDIES = {
     errno.EIO: "the disk could not be read or written; check it",
 } | dict.fromkeys(DISK_FULL, "no space is left on the disk; make room, then run the same command again")
 
+PARTS_MODULE = "isentrope_parts_"  # begins the name of the module that a file of --parts becomes
+
 
 RERUN_REMEDY = "run the command that wrote it again"
 
