@@ -114,6 +114,7 @@ def test_what_is_measured_is_kept(folder, run, monkeypatch):
         ("edges", "edges differ"),
         ("examples", "examples differ"),
         ("modules.jsonl", "texts differ"),
+        ("others.jsonl", "texts differ"),
     ],
 )
 def test_complete_results_of_something_else_are_refused(folder, run, tmp_path, changed, words):
@@ -130,8 +131,9 @@ def test_complete_results_of_something_else_are_refused(folder, run, tmp_path, c
         config = json.loads((model / "config.json").read_text())
         config["rope_parameters"]["rope_theta"] = 40000.0
         (model / "config.json").write_text(json.dumps(config))
-    elif changed == "modules.jsonl":
-        (tmp_path / changed).write_text((tmp_path / changed).read_text().replace("so on", "no more"))
+    elif changed.endswith(".jsonl"):
+        (tmp_path / changed).write_text((tmp_path / "modules.jsonl").read_text().replace("so on", "no more"))
+        plan.write_text(plan.read_text().replace("modules.jsonl", changed))
     else:
         old, new = {"edges": ("[0, 32, 64, 96]", "[0, 48, 96]"), "examples": ("examples: 1", "examples: 2")}[changed]
         plan.write_text(plan.read_text().replace(old, new))

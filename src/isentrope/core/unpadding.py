@@ -74,7 +74,7 @@ def pack_call(call: AttentionCall, tokens: Tokens) -> AttentionCall:
 
 def _pack_branches(branches: list[RotatedBranch], size: tuple[int, int], tokens: Tokens) -> list[RotatedBranch]:
     """Return branches, whose factors and angles may be the same for all rows or slots, as those of one packed row."""
-    done: dict[int, Tensor] = {}  # branches that share angles go on sharing them
+    done: dict[int, Tensor] = {}  # branches that share angles share the packed ones too
 
     def pack(x: Tensor | None) -> Any:
         if x is None or x.shape[0] == x.shape[2] == 1:

@@ -205,10 +205,7 @@ class ResultsStore:
         earlier = self.path and read_if_whole(self.path, "model", "config", "cells", schema=self.schema)
         if not earlier:
             return {}
-        differing = [] if is_same_model(earlier["model"], self.head["model"]) else ["model"]
-        differing += [field for field in self.schema.identity if _get(earlier, field) != _get(self.head, field)]
-        differing += find_conflicts(earlier, self.head, (*self.schema.merged, "parts"))
-        if differing:
+        if differing := list_differences(self.schema, earlier, self.head):
             raise ValueError(f"{self.path}: holds {self.schema.mismatch} {describe_difference(differing)}")
         return earlier
 
@@ -227,7 +224,7 @@ class ResultsStore:
         if self._identify_file() != self._seen:
             raise ValueError(
                 f"{self.path}: another process has written to it meanwhile; run the same command again when that has "
-                "ended, which goes on from what it measured, or choose another folder"
+                "ended, to resume from its results, or choose another folder"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_results(self.path, results, self.schema.ensure_ascii)
@@ -253,6 +250,13 @@ def hash_parts(config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     recipes = config.get("recipes") or config.get("recipe")
     parts = hash_own_parts(json.dumps(recipes)) if recipes else dict(OWN_PARTS)
     return {"parts": parts} if parts else {}
+
+
+def list_differences(schema: Schema, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the fields in which the heads of two runs differ that may not share a results file."""
+    differing = [] if is_same_model(earlier["model"], now["model"]) else ["model"]
+    differing += [field for field in schema.identity if _get(earlier, field) != _get(now, field)]
+    return differing + find_conflicts(earlier, now, (*schema.merged, "parts"))
 
 
 def find_conflicts(earlier: Mapping[str, Any], now: Mapping[str, Any], fields: Collection[str]) -> list[str]:

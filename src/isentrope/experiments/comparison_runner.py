@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -33,7 +34,7 @@ from isentrope.evaluation.results import (
     describe_difference,
     find_conflicts,
     hash_parts,
-    is_same_model,
+    list_differences,
     read_if_whole,
     write_results,
 )
@@ -176,23 +177,22 @@ def _check_parts(plan: ComparisonPlan, folder: Path) -> None:
         raise ValueError(f"{path}: holds another comparison {describe_difference(conflicts)}")
 
 
-def _check_results(
-    path: Path, schema: Schema, model: ModelRecord, field: str, value: object, texts: dict[str, str] | str
-) -> None:
-    """Refuse a results file of another model, other buckets or examples, or a text that has changed since.
+def _check_results(path: Path, schema: Schema, now: dict[str, Any], texts: Collection[str]) -> None:
+    """Refuse a results file of another run, or with cells of other texts, which would be averaged with these.
 
     Args:
-        texts: The hash of each text by name, or that of all fillers.
+        now: The head of this run: model, config, and the hash of the text of all fillers.
+        texts: Hashes of the texts; empty for retrieval.
     """
     earlier = read_if_whole(path, "model", "config", "cells", schema=schema)
     if not earlier:
         return
-    known = earlier.get("texts", {})
-    known = known if isinstance(known, dict) else {text["name"]: text["sha256"] for text in known}
-    same = {"model": is_same_model(earlier["model"], model), field: earlier["config"].get(field) == value}
-    now = dict.fromkeys(known, texts) if isinstance(texts, str) else texts
-    same["texts"] = all(now.get(name, sha256) == sha256 for name, sha256 in known.items())
-    if differing := [name for name, alike in same.items() if not alike]:
+    if "text" in now:
+        now = now | {"texts": dict.fromkeys(earlier.get("texts", {}), now["text"])}
+    differing = list_differences(schema, earlier, json.loads(json.dumps(now)))
+    if texts and not {cell["text"] for cell in earlier["cells"]} <= set(texts):
+        differing.append("texts")
+    if differing:
         raise ValueError(f"{path}: holds {schema.mismatch}, or other texts {describe_difference(differing)}")
 
 
@@ -253,15 +253,14 @@ class ComparisonInputs:
 
     def check_results(self, model: ModelRecord, out: Path) -> None:
         """Refuse results of another model, other buckets, examples or texts, also where nothing is missing."""
-        texts = {kind: {text.name: text.sha256 for text in texts} for kind, texts in self.texts.items()}
-        for kind in texts if not self.plan.timed else ():
-            edges = list(self.plan.perplexity.edges) if self.plan.perplexity else []
-            _check_results(out / kind / PERPLEXITY.file, PERPLEXITY, model, "edges", edges, texts[kind])
-        for kind, haystack in self.haystacks.items():
-            assert self.plan.retrieval is not None  # it has fillers
-            path = out / f"{kind}{FILLER_SUFFIX}" / RETRIEVAL.file
-            examples = self.plan.retrieval.config.examples
-            _check_results(path, RETRIEVAL, model, "examples", examples, haystack.sha256)
+        if (part := self.plan.perplexity) is not None and not self.plan.timed:
+            head: dict[str, Any] = {"model": model, "config": asdict(PerplexityConfig(self.plan.recipes, part.edges))}
+            for kind, texts in self.texts.items():
+                _check_results(out / kind / PERPLEXITY.file, PERPLEXITY, head, [text.sha256 for text in texts])
+        if (questions := self.plan.retrieval) is not None:
+            for kind, haystack in self.haystacks.items():
+                head = {"model": model, "config": asdict(questions.config), "text": haystack.sha256}
+                _check_results(out / f"{kind}{FILLER_SUFFIX}" / RETRIEVAL.file, RETRIEVAL, head, ())
 
     def iterate_steps(self, model: PreTrainedModel, recipes: tuple[str, ...], out: Path) -> Iterator[Step]:
         """Yield the steps of each kind of text, then of each filler."""
