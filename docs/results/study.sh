@@ -5,7 +5,7 @@
 #
 # FOLDERs of texts are those of `isentrope data prepare … --test 100`, of novels with --train-share 0.5 and of books with 0.35, which
 # are few and long. A run stops after so many seconds, and is resumed by the same command: cells are files, trainings save their state
-# every minute. Pre-trainings are the same for all plans of one --out alone, so that `seeds`, `tables` and `figures` belong in one
+# every minute. Pre-trainings are the same for all plans of one --out alone, so that `tables` and `figures` belong in one
 # --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
 # 64 tokens 2, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
 # where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap.
@@ -13,13 +13,11 @@
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
 #   repeat    one seed trained twice, and twice with --deterministic                 to see that it runs
-#   tables    the paper's tables from the pre-trainings 5 to 7
+#   tables    the paper's tables, CLEX, and one token masked at a time, from pre-trainings 3 to 7, the same for all
 #   figures   f1 to f7 from the same models
 #   why       what explains the difference from the paper
 #   novels, books, code    other texts, four pre-trainings each
-#   anchor    one token masked at a time
 #   llamas    small Llamas: training length × head size × seeds
-#   clex      CLEX to 4096 tokens
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 data='' out=results seconds=86400 jobs=6 novels='' books='' code='' steps=() options=()
@@ -33,7 +31,7 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
-all=(seeds repeat tables figures why novels books code anchor llamas clex)
+all=(seeds repeat tables figures why novels books code llamas)
 [ ${#steps[@]} -gt 0 ] || steps=("${all[@]}")
 # results without a commit cannot be told apart later: a copy of the tree without its history must be given one
 export ISENTROPE_COMMIT=${ISENTROPE_COMMIT:-$(git -C "$here" describe --always --dirty --abbrev=12 2>/dev/null || true)}
@@ -129,15 +127,13 @@ step() {
     case $1 in
         seeds) plan study "$data" "$folder" --seeds 5,6,7 ;;
         repeat) repeat ;;
-        tables) plan "study-main study-ablation study-sweep study-softmax study-softmax-cosine" "$data" "$folder" ;;
+        tables) plan "study-main study-ablation study-sweep study-softmax study-softmax-cosine study-clex study-anchor" "$data" "$folder" ;;
         figures) [ -n "${QUICK:-}" ] || within isentrope study figures --data "$data" --out "$folder" --sweep study-sweep --main study-main --seed 5 ;;
         why) plan study-why "$data" "$folder" ;;
         novels) plan study-texts "$novels" "$folder/novels" ;;
         books) plan study-texts "$books" "$folder/books" ;;
         code) plan study-texts "$code" "$folder/code" ;;
-        anchor) plan study-anchor "$data" "$folder" ;;
         llamas) llamas ;;
-        clex) plan study-clex "$data" "$folder" ;;
         *) echo "study.sh: unknown step $1; expected ${all[*]}" >&2; exit 2 ;;
     esac
 }

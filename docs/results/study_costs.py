@@ -20,15 +20,14 @@ from isentrope.training.config import build_config
 HERE = Path(__file__).parent
 JOBS = 6
 DOCUMENTS, ARCHIVE_DOCUMENTS, ARCHIVE_POSITIONS = 100, 10, 128
-# step of study.sh: its plans, and their seeds where not the plan's; checkpoints that an earlier step has trained
+TABLES = "study-main study-ablation study-sweep study-softmax study-softmax-cosine study-clex study-anchor"
+# step of study.sh: its plans, and their seeds where not the plan's
 STEPS = {
     "seeds": (["study"], "5,6,7"),
-    "tables": (["study-main", "study-ablation", "study-sweep", "study-softmax", "study-softmax-cosine"], None),
+    "tables": (TABLES.split(), None),
     "why": (["study-why"], None),
     "novels, books, code: each": (["study-texts"], None),
-    "anchor": (["study-anchor"], None),
 }
-SHARED = {"tables": ("base", "dot", "cosine16", "cosine128"), "anchor": ("base", "dot", "cosine128")}  # by `seeds`
 TRAINING_PRESETS = {512: "pretrain", 64: "train"}
 
 
@@ -90,7 +89,7 @@ def render_costs() -> str:
         "|---|---|---|---|---|---|",
     ]
     for step, (names, seeds) in STEPS.items():
-        total, done = [0.0, 0.0, 0.0, 0.0], set(SHARED.get(step, ()))
+        total, done = [0.0, 0.0, 0.0, 0.0], set[str]()
         for name in names:
             plan = load_plan(name)
             assert isinstance(plan, MaskedPlan)
