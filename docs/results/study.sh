@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Everything that docs/results/README.md has and lacks, in order of worth. What is done is kept: run again, it resumes.
 #
-#   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--compile] [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
+#   bash docs/results/study.sh --data FOLDER --out FOLDER [--seconds 590] [--jobs 6] [--compile] [--seeds 3,4]
+#                               [--novels FOLDER] [--books FOLDER] [--code FOLDER] [STEP…]
 #
 # FOLDERs of texts are those of `isentrope data prepare … --test 100`, of novels with --train-share 0.5 and of books with 0.35, which
 # are few and long. A run stops after so many seconds, and is resumed by the same command: cells are files, trainings save their state
-# every minute. Pre-trainings are the same for all plans of one --out alone, so that `tables` and `figures` belong in one
-# --out on one machine. Commands with an --out each may run side by side: a pre-training takes 14 GiB of GPU memory, a training at
-# 64 tokens 2, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which pays
-# where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap.
+# every minute. Pre-trainings are the same for all plans of one --out alone, so that `tables` and `figures` belong in one --out on one
+# machine. With --seeds, `tables` takes some of its pre-trainings; the others come in another --out, and `isentrope study join` joins
+# each table's results. Figures are of pre-training 5. Commands with an --out each may run side by side: a pre-training takes 14 GiB of
+# GPU memory, a training at 64 tokens 2, and cells of 4096 tokens up to 15 for a moment. --compile compiles short trainings too, which
+# pays where several share what is compiled; NVIDIA's multi-process service lets small kernels of several processes overlap.
 # Steps (study_costs.py has their seconds):
 #
 #   seeds     pre-trainings 5 to 7 of the study                                      QUICK=1: tiny models of two steps at one length,
@@ -20,11 +22,11 @@
 #   llamas    small Llamas: training length × head size × seeds
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
-data='' out=results seconds=86400 jobs=6 novels='' books='' code='' steps=() options=()
+data='' out=results seconds=86400 jobs=6 novels='' books='' code='' seeds='' steps=() options=()
 while [ $# -gt 0 ]; do
     case $1 in
         --compile) options=(--compile); shift; continue ;;
-        --data) data=$2 ;; --out) out=$2 ;; --seconds) seconds=$2 ;; --jobs) jobs=$2 ;;
+        --data) data=$2 ;; --out) out=$2 ;; --seconds) seconds=$2 ;; --jobs) jobs=$2 ;; --seeds) seeds=$2 ;;
         --novels) novels=$2 ;; --books) books=$2 ;; --code) code=$2 ;;
         -*) echo "study.sh: unknown option $1" >&2; exit 2 ;;
         *) steps+=("$1"); shift; continue ;;
@@ -127,7 +129,8 @@ step() {
     case $1 in
         seeds) plan study "$data" "$folder" --seeds 5,6,7 ;;
         repeat) repeat ;;
-        tables) plan "study-main study-ablation study-sweep study-softmax study-softmax-cosine study-clex study-anchor" "$data" "$folder" ;;
+        tables) plan "study-main study-ablation study-sweep study-softmax study-softmax-cosine study-clex study-anchor" "$data" "$folder" \
+            ${seeds:+--seeds "$seeds"} ;;
         figures) [ -n "${QUICK:-}" ] || within isentrope study figures --data "$data" --out "$folder" --sweep study-sweep --main study-main --seed 5 ;;
         why) plan study-why "$data" "$folder" ;;
         novels) plan study-texts "$novels" "$folder/novels" ;;
