@@ -100,6 +100,14 @@ def test_far_keys_of_a_causal_row_are_one_triangle():
     assert [(tile.kind, tile.repeats * tile.rows) for tile in near] == [("lower", 1024), ("band", 3072)]
 
 
+@pytest.mark.parametrize("window", [99, 1024, 2049])
+def test_groups_of_a_band_have_an_even_number_of_keys(window):
+    layout = Layout(1, 4000, 4000, CPU)
+    _, *groups = find_band_tiles(band(1 - window, 1), layout)
+    assert groups
+    assert all(tile.kind == "band" and tile.columns % 2 == 0 for tile in groups)
+
+
 def test_masks_serve_chunks_positions_and_few_queries():
     near = band(-8, 1)
     assert find_band_tiles(Region((Span(chunk=4, chunk_high=0),)), Layout(1, 40, 40, CPU)) is None

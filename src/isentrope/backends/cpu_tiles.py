@@ -40,7 +40,8 @@ def forward_tiles(branch: FoldedBranch, operands: Operands, tiles: list[BandTile
         out, lse = _forward(tiles[0], operands, _make_mask(tiles[0], branch))
         return PartialOutput(out[..., :size], lse, tiles[0].first)
     q = operands.q
-    out = branch.v.new_zeros(*q.shape[:-1], size)
+    make = branch.v.new_empty if _cover_all(tiles, q) else branch.v.new_zeros
+    out = make(*q.shape[:-1], size)
     lse = torch.full(q.shape[:-1], -inf, dtype=accumulation_dtype(q), device=q.device)
     for tile in tiles:
         mask = _make_mask(tile, branch)
@@ -57,6 +58,14 @@ def forward_tiles(branch: FoldedBranch, operands: Operands, tiles: list[BandTile
                 o.copy_(tile_out[..., :size])
                 total.copy_(tile_lse)
     return PartialOutput(out, lse)
+
+
+def _cover_all(tiles: list[BandTile], q: Tensor) -> bool:
+    """Return whether every query is in a tile that writes its output, rather than adding to what is there."""
+    covered = sum(
+        len(range(*tile.batch.indices(q.shape[0]))) * (tile.last - tile.first) for tile in tiles if not tile.adds
+    )
+    return covered == q.shape[0] * q.shape[2]
 
 
 def backward_tiles(

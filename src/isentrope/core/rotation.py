@@ -159,7 +159,7 @@ def _rotate_and_scale(
         wide = cos.shape[-1] == x.shape[-1]
         y = _rotate_wide(y, cos, sin) if wide else rotate(y, cos, sin, interleaved)
     if tau is not None:
-        y = y * tau[..., None]
+        y = y.mul_(tau[..., None]) if y is not x and _scales_in_place(y, tau) else y * tau[..., None]
     return cast(y, x.dtype)
 
 
@@ -192,14 +192,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Do what `rotate` does, to the last bit, with fewer intermediate tensors: a CPU would allocate them by pages."""
+    """Do what `rotate` does, to the last bit, with fewer passes over short pieces of memory: those are slow."""
     pairs = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype)
+    kept = [cos.new_ones(*cos.shape[:-1], x.shape[-1] - 2 * pairs)] if x.shape[-1] > 2 * pairs else []
+    out = x * torch.cat((cos, cos, *kept), -1)
     (a, b), (first, second) = (y.split(pairs, -1)[:2] for y in (x, out))
-    torch.mul(a, cos, out=first).sub_(b * sin)
-    torch.mul(b, cos, out=second).add_(a * sin)
-    if x.shape[-1] > 2 * pairs:
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    first.sub_(b * sin)
+    second.add_(a * sin)
     return out
 
 
@@ -219,13 +218,23 @@ def _rotates_in_kernel(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
 
 def _rotates_in_place(x: Tensor, cos: Tensor, interleaved: bool) -> bool:
     """Return whether both halves may be written where they belong: on a CPU, nothing differentiated or traced."""
-    if interleaved or x.device.type != "cpu" or x.dtype != cos.dtype:
-        return False
-    if type(x) is not Tensor or type(cos) is not Tensor or is_transformed():
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or cos.requires_grad):
+    if interleaved or x.dtype != cos.dtype or not _is_plain_on_cpu(x, cos):
         return False
     return x.dim() == cos.dim() and all(n in (1, m) for m, n in zip(x.shape[:-1], cos.shape[:-1], strict=True))
+
+
+def _scales_in_place(x: Tensor, tau: Tensor) -> bool:
+    """Return whether x, which nothing else uses, may be multiplied where it is: a CPU would allocate it by pages."""
+    if torch.compiler.is_compiling() or x.dtype != tau.dtype or not _is_plain_on_cpu(x, tau):
+        return False
+    return x.dim() == tau.dim() + 1 and all(n in (1, m) for m, n in zip(x.shape[:-1], tau.shape, strict=True))
+
+
+def _is_plain_on_cpu(*tensors: Tensor) -> bool:
+    """Return whether tensors are on a CPU, and nothing records or transforms what is done to them."""
+    if any(x.device.type != "cpu" or type(x) is not Tensor for x in tensors) or is_transformed():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def normalise_vectors(x: Tensor) -> Tensor:
