@@ -166,6 +166,17 @@ def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
     return run, f"{PLAIN}{' (cudnn)' if cudnn else ''}{'' if causal else ', all pairs'}"
 
 
+def rope_sdpa_by_row(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
+    """RoPE and SDPA of each row or document alone, one after the other: the same pairs, nothing padded."""
+    alone = [replace(case, shape=case.shape._replace(batch=1, queries=n, keys=n), lengths=()) for n in case.lengths]
+    calls = [rope_sdpa(size, row, make_tensors(size, row)) for row in alone]
+
+    def run() -> object:
+        return [call() for call, _ in calls]
+
+    return run, f"{calls[0][1]}, {len(calls)} rows"
+
+
 def the_same(recipe: str, options: dict[str, Any], case: Case, tensors: Tensors) -> tuple[Call, str]:
     """The call with another recipe or option, without the case's switches."""
     used = switches.DEFAULTS - set(case.switches)

@@ -22,6 +22,7 @@ from calls import (
     make_shape,
     make_tensors,
     rope_sdpa,
+    rope_sdpa_by_row,
     the_same,
 )
 from inputs import AWAY
@@ -51,7 +52,7 @@ def targets(size: Sizes) -> Iterator[Job]:
 
 
 def cpu(size: Sizes) -> Iterator[Job]:
-    """Two kinds of positions on a CPU: whole prompts against RoPE + SDPA, padded and packed rows against equal ones."""
+    """Two kinds of positions on a CPU against RoPE + SDPA: whole prompts, padded and packed rows."""
     if size.device != "cpu":
         return
     near = size.windows[-1] * 2
@@ -65,11 +66,8 @@ def cpu(size: Sizes) -> Iterator[Job]:
     for how, shape in zip(("padded", "packed"), rows, strict=True):
         for method in branched(near)[0::2]:
             pairs, name = sum(count_pairs(n, n) for n in lengths), f"{method.name}, {how}"
-            mean = sum(lengths) // len(lengths)
-            case = Case(
-                "cpu", name, method.recipe, shape, pairs, MAX_CPU_RATIO, partial(equal_rows, size), CAUSAL, lengths,
-                equal_pairs=len(lengths) * count_pairs(mean, mean),
-            )  # fmt: skip
+            base = partial(rope_sdpa_by_row, size)
+            case = Case("cpu", name, method.recipe, shape, pairs, MAX_CPU_RATIO, base, CAUSAL, lengths)
             yield from _list_jobs(size, case)
 
 
