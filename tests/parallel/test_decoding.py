@@ -131,7 +131,7 @@ def test_tokens_are_taken_back(one_process):  # noqa: F811
         actual = model(new[:, 2:], past_key_values=cache).logits
         with pytest.raises(ValueError, match="at most 5 tokens to remove, those after the prompt, got 6"):
             cache.crop(-6)
-    torch.testing.assert_close(actual, expected[:, 2:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, expected[:, 2:], rtol=0, atol=1e-4)
     assert cache.get_seq_length() == 29
 
 

@@ -11,11 +11,11 @@ from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 
-MAX_HARMLESS_NORM = 1e15  # products of such numbers stay within fp32
+MAX_HARMLESS = 1e15  # entries, and norms of all: their products stay within fp32
 
 
 def blank_padding(call: AttentionCall) -> AttentionCall:
-    """Return a call with zeros in keys and values that no query sees, and in padded queries that are not finite.
+    """Return a call with zeros in keys and values that no query sees, and for what is huge in padded queries.
 
     On a CPU the padded slots are read first, which costs less than copying all keys.
     """
@@ -28,7 +28,7 @@ def blank_padding(call: AttentionCall) -> AttentionCall:
         first, last, any_query = layout.cached("padded edges", lambda: (*_find_edges(slots), bool(queries.any())))
         inside = (_is_small(x[:, :, :first]) and _is_small(x[:, :, last:]) for x in (k, v))
         k, v = (x if small else _blank(x, _spread(slots)) for x, small in zip((k, v), inside, strict=True))
-        q = q if not any_query or _is_small(q) else _blank_nonfinite(q, _spread(queries))
+        q = q if not any_query or _is_small(q) else _blank_huge(q, _spread(queries))
     else:
         q, k, v = blank_vectors(q, k, v, *get_padded_vectors(layout))
     return call if q is call.q and k is call.k and v is call.v else call.set_tensors(q, k, v)
@@ -45,18 +45,18 @@ def get_padded_vectors(layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def blank_vectors(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors with zeros in padded keys and values, and for what is not finite in padded queries."""
-    return _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
+    """Return tensors with zeros in padded keys and values, and for what is huge in padded queries."""
+    return _blank_huge(q, queries), _blank(k, slots), _blank(v, slots)
 
 
 def blank_queries(call: AttentionCall) -> AttentionCall:
-    """Return a call with zeros for what is not finite in padded queries, where anybody reads their outputs."""
+    """Return a call with zeros for what is huge in padded queries, where anybody reads their outputs."""
     layout, q = call.layout, call.q
     if not needs_zeros(layout) or not layout.padded_queries_matter:
         return call
     if _can_inspect(q) and _is_small(q):
         return call
-    return call.set_tensors(_blank_nonfinite(q, _spread(layout.padding()[0])), call.k, call.v)
+    return call.set_tensors(_blank_huge(q, _spread(layout.padding()[0])), call.k, call.v)
 
 
 def _spread(padding: Tensor) -> Tensor:
@@ -72,8 +72,9 @@ def _blank(x: Tensor, slots: Tensor) -> Tensor:
     return x.masked_fill(slots, 0)
 
 
-def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
-    return torch.where(queries, q.nan_to_num(0.0, 0.0, 0.0), q)
+def _blank_huge(q: Tensor, queries: Tensor) -> Tensor:
+    """Return q with zeros in padded queries for what is not finite, or so large that their gradients would not be."""
+    return q.masked_fill(queries & ~(q.detach().abs() < MAX_HARMLESS), 0)
 
 
 def _can_inspect(*tensors: Tensor) -> bool:
@@ -91,4 +92,4 @@ def _find_edges(slots: Tensor) -> tuple[int, int]:
 
 def _is_small(x: Tensor) -> bool:
     """Return whether all entries are finite, and so small that their products are finite too."""
-    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=accumulation_dtype(x)) < MAX_HARMLESS_NORM)
+    return x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), dtype=accumulation_dtype(x)) < MAX_HARMLESS)
