@@ -27,7 +27,7 @@ def test_every_part_has_a_formula_and_its_options():
     assert described["infoscale"].source.startswith("Li et al.") and described["infoscale"].source.endswith("13–15")
     assert described["share"].source == "this library" and described["causal"].source == "Vaswani et al., 2017"
     options = {option.name: option for option in described["selfextend"].options}
-    assert options["window"].required and options["window"].text == "window=…" and options["base"].text == "base=10000"
+    assert options["window"].required and options["window"].text == "window=…" and options["base"].text == "base"
     assert options["reach"].meaning.startswith("in place of group") and options["layout"].meaning  # inherited
     assert not next(option for option in described["infoscale"].options if option.name == "train_length").required
 

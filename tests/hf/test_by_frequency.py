@@ -136,7 +136,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         (None, "longrope", "llama: its config has no factors for longrope .*longrope:factors="),
         (None, "longrope:factors=(1,2)", r"LongRoPE\(factors=…\): expected 4 numbers, .* got 2"),
         (None, "dpe:window=8,scales=(1,2,3,4,5)", r"DPE\(scales=…\): expected at most 4, .* got 5"),
-        (None, "dpe:window=8,scales=(1,2),base=500", "dpe keeps the model's frequencies; leave base out"),
+        (None, "dpe:window=8,scales=(1,2),base=500", "dpe starts from the model's frequencies; leave base out"),
         (None, "cope:base=500", "cope starts from the model's frequencies; leave base out"),
         (None, "resonance:base=500", "resonance starts from the model's frequencies; leave base out"),
         (YARN, LONGROPE, "already scaled .*longrope would replace them"),

@@ -8,7 +8,8 @@ import pytest
 
 import isentrope as ise
 from tests.fixtures.families import FAMILIES, LONG, ROTATING, close, logits, rotary_module, write_scaling
-from tests.fixtures.models import TRAINED, tokens
+from tests.fixtures.models import TRAINED, llama, tokens
+from tests.fixtures.refusals import refused
 from tests.fixtures.turns import in_turns
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
@@ -71,3 +72,22 @@ def test_interpolation_of_frequencies_that_are_scaled_already():
     ids = tokens(2, LONG)
     with ise.extended(model, "pi:factor=4"):
         close(logits(model, ids), logits(other, ids), 1e-4)
+
+
+def test_a_base_is_the_recipes_even_where_it_is_the_usual_one():
+    """A model trained with another base is rotated with 10,000 if the recipe says so, and with its own if not."""
+    ids = tokens(2, LONG)
+    model, usual = (llama(rope_parameters={"rope_type": "default", "rope_theta": base}).double() for base in (500, 1e4))
+    plain, expected = logits(model, ids), logits(usual, ids)
+    assert (expected - plain).abs().max() > 0.01 * plain.abs().max()
+    for text, result in (("rope", plain), ("rope:base=500", plain), ("rope:base=10000", expected)):
+        with ise.extended(model, text):
+            close(logits(model, ids), result, 1e-4)
+    with ise.extended(usual, "yarn:factor=4"), ise.extended(model, "yarn:factor=4,base=10000"):
+        close(logits(model, ids), logits(usual, ids), 1e-4)
+    for text in ("rerope:window=8", "pi:factor=2", "cope:clip=2"):
+        refused(model, f"{text},base=10000", "starts from the model's frequencies; leave base out")
+        with ise.extended(model, text):
+            expected = logits(model, ids)
+        with ise.extended(model, f"{text},base=500"):
+            assert (logits(model, ids) == expected).all()

@@ -23,6 +23,7 @@ from isentrope.training.builders import build_batches, build_model
 from isentrope.training.checkpoint import read_log
 from isentrope.training.config import VARIANTS, TrainingConfig, build_config
 from isentrope.training.trainer import Interrupted, train
+from isentrope.utils.files import lock_file
 from tests.fixtures.training import GENTLE, SIZES, TINY, assert_same_weights, stop_at, weights
 
 pytestmark = pytest.mark.usefixtures("on_one_thread")
@@ -127,6 +128,13 @@ def test_another_run_in_the_same_folder_is_refused(corpus, done, tmp_path, monke
         train(corpus, TINY, tmp_path / "unfinished")
     with pytest.raises(ValueError, match="sizes differ"):
         train(corpus, replace(TINY, sizes=SIZES | {"hidden_size": 16}), tmp_path / "unfinished")
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(corpus, tmp_path):
+    with lock_file(tmp_path / ".lock"), pytest.raises(ValueError, match="another process trains in this folder"):
+        train(corpus, TINY, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert train(corpus, replace(TINY, steps=1), tmp_path)["finished"]
 
 
 def test_another_corpus_in_the_same_folder_is_refused(corpus, done, tmp_path):

@@ -77,6 +77,8 @@ def test_a_folder_without_locks_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="lock") as caught, lock_file(tmp_path / "lock"):
         pass
     assert explain_os_error(caught.value).startswith(f"{tmp_path / 'lock'}: files cannot be locked there")
+    with lock_file(tmp_path / "lock", optional=True) as locked:
+        assert locked
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"[" * 100_000])

@@ -149,7 +149,7 @@ def _to_rope_parameters(
                 raise ValueError(_no_native_form(recipe, "transformers counts from max_position_embeddings"))
             return parameters | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
-            return parameters | {"rope_theta": position.base * position.factor ** (dim / (dim - 2))}
+            return parameters | {"rope_theta": position.rope_theta * position.factor ** (dim / (dim - 2))}
         case LongRoPE(factors=tuple(long)):
             length = position.original_length
             short = position.short or (long if length is None else (1.0,) * len(long))
@@ -161,7 +161,7 @@ def _to_rope_parameters(
                 "attention_factor": 1.0,
             }
         case RoPE():
-            return parameters | {"rope_theta": position.base}
+            return parameters | {"rope_theta": position.rope_theta}
     raise ValueError(_no_native_form(recipe, f"{position} has none"))
 
 

@@ -13,7 +13,7 @@ from isentrope.core.compile import can_run_triton
 from isentrope.core.rotation import is_transformed
 from isentrope.parts import MAX_BASE, check_choice, check_integer, check_number
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
-from isentrope.positions.rope import LAYOUTS, Rotary, rope_exponents
+from isentrope.positions.rope import DEFAULT_BASE, LAYOUTS, rope_exponents
 from isentrope.utils.messages import format_value
 
 # weights are dim/2 × hidden, and each t up to max_factor costs a few small kernels
@@ -30,7 +30,7 @@ class CLEX(nn.Module, Position):
     Attributes:
         max_factor: the largest t that training draws.
         hidden: rows of W_up; as many as there are pairs by default.
-        base: of the frequencies.
+        base: of the frequencies: by default the model's, and 10,000 without a model.
         layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
         rotary_dim: number of entries that are rotated, from the first; all by default.
     """
@@ -48,7 +48,7 @@ class CLEX(nn.Module, Position):
         max_factor: int = 16,
         hidden: int | None = None,
         *,
-        base: float = 10000.0,
+        base: float | None = None,
         layout: str = "half",
         rotary_dim: int | None = None,
     ) -> None:
@@ -59,7 +59,9 @@ class CLEX(nn.Module, Position):
         check_integer(self, "dim", 4, MAX_DIM)
         check_integer(self, "train_length", 1)
         check_integer(self, "max_factor", 1, MAX_TRAINED_FACTOR)
-        check_number(self, "base", MAX_BASE, above=1)
+        if base is not None:
+            check_number(self, "base", MAX_BASE, above=1)
+        self.rope_theta = DEFAULT_BASE if base is None else base
         check_choice(self, "layout", LAYOUTS)
         if self.dim % 2:
             raise ValueError(f"CLEX(dim=…): expected an even number, got {self.dim}")
@@ -119,8 +121,8 @@ class CLEX(nn.Module, Position):
             raise ValueError(
                 f"{model.model_type}: CLEX(dim=…) must be {model.dim}, the entries it rotates, got {self.dim}"
             )
-        if self.base == Rotary.base:
-            self.base = float(model.base or self.base)
+        if self.base is None:
+            self.rope_theta = float(model.base or DEFAULT_BASE)
         return self
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -131,7 +133,7 @@ class CLEX(nn.Module, Position):
         weights = self.up.weight, self.down.weight
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
             return self.path(last, dtype, device)
-        key, known = (last, dtype, device, self.base, *((w.data_ptr(), w._version) for w in weights)), self._path
+        key, known = (last, dtype, device, self.rope_theta, *((w.data_ptr(), w._version) for w in weights)), self._path
         if known is None or known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 known = self._path = key, self.path(last, dtype, device)
@@ -140,7 +142,7 @@ class CLEX(nn.Module, Position):
     def path(self, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return θ at t = 1 … last, (last, pairs). Only the learned part is integrated; θ_ntk has a closed form."""
         exponents = get_constant(rope_exponents, device, self.dim, dtype)
-        ntk = get_constant(list_log_bases, device, self.base, self.dim, last, self.steps, dtype)
+        ntk = get_constant(list_log_bases, device, self.rope_theta, self.dim, last, self.steps, dtype)
         up, down = self.up.weight.to(dtype), self.down.weight.to(dtype)
         if runs_in_kernel(up):
             from isentrope.positions.clex_kernel import LearnedPath
@@ -155,7 +157,7 @@ class CLEX(nn.Module, Position):
         ntk_up = up @ exponents  # W_up ln θ_ntk(t) is a multiple of it
 
         def slope(t: float, learned: Tensor) -> Tensor:
-            return down @ torch.tanh(torch.addmv(ntk_up, up, learned, beta=-2 * log_base(self.base, self.dim, t)))
+            return down @ torch.tanh(torch.addmv(ntk_up, up, learned, beta=-2 * log_base(self.rope_theta, self.dim, t)))
 
         states, h = [torch.zeros_like(exponents)], 1 / self.steps
         for part in range(self.steps * (last - 1)):

@@ -75,10 +75,11 @@ class LongRoPE(TrainedLength):
                 "config has them"
             )
         dim = self.rotated_size(head_dim)
-        long = get_constant(_divided_frequencies, device, dim, self.base, self.factors, dtype)
+        long = get_constant(_divided_frequencies, device, dim, self.rope_theta, self.factors, dtype)
         if self.keys_cacheable:
             return long
-        short = get_constant(_divided_frequencies, device, dim, self.base, self.short or (1.0,) * (dim // 2), dtype)
+        factors = self.short or (1.0,) * (dim // 2)
+        short = get_constant(_divided_frequencies, device, dim, self.rope_theta, factors, dtype)
         if isinstance(length, int):
             return long if length > self.require_original_length() else short
         return torch.where(length[..., None] > self.require_original_length(), long, short)
@@ -114,7 +115,8 @@ class LongRoPE(TrainedLength):
             "short": values["short_factor"],
             "original_length": values["original_max_position_embeddings"],
         }
-        return replace(self.match_model(model, model.base or self.base), **options)
+        self.check_base(model)
+        return replace(self.match_model(model, model.base), **options)
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,8 @@ class Resonance(YaRN):
 
 def _fit_own_frequencies(position: Any, model: ModelRotary) -> Any:
     """Return a method that changes the frequencies which a model has."""
-    if position.base != Rotary.base:
-        raise ValueError(f"{model.model_type}: {position.name()} starts from the model's frequencies; leave base out")
-    return position.match_model(model, model.base or position.base)
+    position.check_base(model)
+    return position.match_model(model, model.base)
 
 
 def _divided_frequencies(dim: int, base: float, factors: tuple[float, ...], dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from isentrope.parts import MAX_BASE, MAX_FACTOR, MAX_HEAD_DIM, check_bool, chec
 from isentrope.positions.branch import Branch, Lengths, ModelRotary, Position
 
 LAYOUTS = ("half", "interleaved")
+DEFAULT_BASE = 10000.0
 MAX_ROTATIONS = 1e6  # of a pair within the original length
 
 
@@ -22,23 +23,29 @@ class Rotary(Position):
     """Pair m of a vector at position p is rotated by p · θ_m.
 
     Attributes:
-        base: of the frequencies.
+        base: of the frequencies: by default the model's, and 10,000 without a model.
         layout: pairs are (m, m + d/2), "half" as in Llama, or (2m, 2m + 1), "interleaved" as in GAU-α.
         rotary_dim: number of entries that are rotated, from the first; all by default.
     """
 
-    base: float = field(default=10000.0, kw_only=True)
+    base: float | None = field(default=None, kw_only=True)
     layout: str = field(default="half", kw_only=True)
     rotary_dim: int | None = field(default=None, kw_only=True)
     rotates = True
 
     def __post_init__(self) -> None:
-        check_number(self, "base", MAX_BASE, above=1)
+        if self.base is not None:
+            check_number(self, "base", MAX_BASE, above=1)
         check_choice(self, "layout", LAYOUTS)
         if self.rotary_dim is not None:
             check_integer(self, "rotary_dim", 2, MAX_HEAD_DIM)
             if self.rotary_dim % 2:
                 raise ValueError(f"{type(self).__name__}(rotary_dim=…): expected an even number, got {self.rotary_dim}")
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the frequencies."""
+        return DEFAULT_BASE if self.base is None else self.base
 
     def rotated_size(self, head_dim: int) -> int:
         """Return the number of entries of a head that are rotated."""
@@ -52,23 +59,31 @@ class Rotary(Position):
         return dim
 
     def frequencies(self, head_dim: int, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return get_constant(rope_frequencies, device, self.rotated_size(head_dim), self.base, dtype)
+        return get_constant(rope_frequencies, device, self.rotated_size(head_dim), self.rope_theta, dtype)
 
     def branches(self, query: Tensor, key: Tensor, heads: int, lengths: Lengths) -> tuple[Branch, ...]:
         return (Branch(query=query, key=key),)
 
     def fit(self, model: ModelRotary) -> Self:
-        base = self.base
-        if base == Rotary.base:
-            model.check_unscaled(self.name())
-            base = model.base or base
-        return self.match_model(model, base)
+        if self.base is not None:
+            return self.match_model(model, self.base)
+        model.check_unscaled(self.name())
+        return self.match_model(model, model.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the method's own `frequencies` at the model's base, which replace the model's."""
         return self.frequencies(model.dim, length, dtype, device)
 
-    def match_model(self, model: ModelRotary, base: float) -> Self:
+    def check_base(self, model: ModelRotary) -> None:
+        """Check that a method which keeps or changes the model's frequencies is not given another base.
+
+        Raises:
+            ValueError: it is.
+        """
+        if self.base not in (None, model.base):
+            raise ValueError(f"{model.model_type}: {self.name()} starts from the model's frequencies; leave base out")
+
+    def match_model(self, model: ModelRotary, base: float | None) -> Self:
         """Return the method with the model's layout and number of rotated entries."""
         if self.layout not in (Rotary.layout, model.layout):
             raise ValueError(
@@ -87,7 +102,7 @@ class Rotary(Position):
 class RoPE(Rotary):
     """θ_m = base^{-2m/d} (Su et al., 2021)."""
 
-    base: float = 10000.0
+    base: float | None = None
     layout: str = "half"
     rotary_dim: int | None = None
 
@@ -96,7 +111,7 @@ class RoPE(Rotary):
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the model's own frequencies, unless the recipe has another base."""
-        if self.base == Rotary.base:
+        if self.base is None:
             return model.theta.to(device, dtype)
         return super().rescale(model, length, dtype, device)
 
@@ -119,7 +134,8 @@ class PI(Rotary):
         return super().frequencies(head_dim, length, dtype, device) / self.factor
 
     def fit(self, model: ModelRotary) -> Self:
-        return self.match_model(model, model.base or self.base)
+        self.check_base(model)
+        return self.match_model(model, model.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return model.theta.to(device, dtype) / self.factor
@@ -130,8 +146,7 @@ class PositionMap(Rotary):
     """A method that changes positions, in `branches`, and keeps the frequencies that a model has."""
 
     def fit(self, model: ModelRotary) -> Self:
-        if self.base != Rotary.base:
-            raise ValueError(f"{model.model_type}: {self.name()} keeps the model's frequencies; leave base out")
+        self.check_base(model)
         return self.match_model(model, self.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -208,10 +223,11 @@ class NTK(TrainedLength):
         if dim == 2:
             raise ValueError("NTK: expected at least two rotated pairs, got one: its angle cannot change")
         if not self.dynamic:
-            return get_constant(rope_frequencies, device, dim, self.base * self.factor ** (dim / (dim - 2)), dtype)
+            base = self.rope_theta * self.factor ** (dim / (dim - 2))
+            return get_constant(rope_frequencies, device, dim, base, dtype)
         ratio = torch.as_tensor(length, device=device).to(dtype) / self.require_original_length()
         stretch = (self.factor * ratio - (self.factor - 1)).clamp_min(1)
-        return rope_frequencies(dim, self.base * stretch[..., None] ** (dim / (dim - 2)), dtype)
+        return rope_frequencies(dim, self.rope_theta * stretch[..., None] ** (dim / (dim - 2)), dtype)
 
 
 @dataclass(frozen=True)
@@ -249,13 +265,13 @@ class YaRN(TrainedLength):
 
     def _frequencies(self, dim: int, dtype: torch.dtype) -> Tensor:
         def pair_with(rotations: float) -> float:
-            return dim * log(self.require_original_length() / (2 * pi * rotations)) / (2 * log(self.base))
+            return dim * log(self.require_original_length() / (2 * pi * rotations)) / (2 * log(self.rope_theta))
 
         low = max(floor(pair_with(self.beta_fast)), 0)
         high = min(ceil(pair_with(self.beta_slow)), dim - 1)
         if low == high:
             high += 0.001  # type: ignore[assignment]  # avoids dividing by zero
-        theta = rope_frequencies(dim, self.base, dtype)
+        theta = rope_frequencies(dim, self.rope_theta, dtype)
         m = 1 - ((torch.arange(dim // 2, dtype=dtype) - low) / (high - low)).clamp(0, 1)
         return theta / self.factor * (1 - m) + theta * m
 

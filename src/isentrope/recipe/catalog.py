@@ -36,7 +36,7 @@ class OptionDescription:
 
     @property
     def text(self) -> str:
-        """The option as in a recipe: window=…, base=10000; its name alone where the default is None."""
+        """The option as in a recipe: window=…, group=8; its name alone where the default is None."""
         if self.required:
             return f"{self.name}=…"
         value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)

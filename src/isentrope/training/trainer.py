@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +36,7 @@ from isentrope.training.checkpoint import (
 from isentrope.training.config import NON_IDENTITY_FIELDS, TrainingConfig
 from isentrope.training.determinism import use_deterministic_algorithms
 from isentrope.training.step import Batch, Stepper, prefetch
-from isentrope.utils.files import read_fields, write_atomically, write_json
+from isentrope.utils.files import lock_file, read_fields, write_atomically, write_json
 from isentrope.utils.progress import ProgressBar
 from isentrope.utils.provenance import collect_provenance
 
@@ -84,15 +84,18 @@ def train(
     Raises:
         Interrupted: A signal ended the run.
         Diverged: The loss became useless.
-        ValueError: The folder holds another run, or the settings do not fit the corpus.
+        ValueError: The folder holds another run, another process trains in it, or the settings do not fit the corpus.
     """
     corpus = PreparedCorpus.open(data)
     accelerator = Accelerator(mixed_precision="no", log_with=_select_trackers(track) or None, project_dir=str(out))
     trainer = Trainer(corpus, config, out, accelerator)
     if (summary := trainer.read_finished()) is not None:
         return summary
-    with use_deterministic_algorithms(config.deterministic):
-        return trainer.run()
+    with lock_file(out / ".lock", optional=True) if trainer.is_main else nullcontext(True) as locked:
+        if not locked:
+            raise ValueError(f"{out}: another process trains in this folder; wait for it, or choose another --out")
+        with use_deterministic_algorithms(config.deterministic):
+            return trainer.read_finished() or trainer.run()
 
 
 class Trainer:

@@ -118,27 +118,27 @@ def write_json(path: Path, data: Any) -> None:
 
 
 @contextmanager
-def lock_file(path: Path, wait: bool = False) -> Iterator[bool]:
+def lock_file(path: Path, wait: bool = False, optional: bool = False) -> Iterator[bool]:
     """Lock `path`, an empty file, until the block ends or the process dies; yield whether that succeeded.
 
     Args:
         path: the lock file, created if missing.
         wait: wait while another process holds the lock, instead of yielding False at once.
+        optional: yield True where files cannot be locked, instead of raising OSError.
     """
     with name_missing_extras():
         from filelock import FileLock, Timeout
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
+    lock, locked = FileLock(path), True
     try:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout:  # an OSError too: another process holds the lock
-        yield False
-        return
-    except NotImplementedError as error:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from error
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        locked = False
+    except (NotImplementedError, OSError) as error:
+        if not optional:
+            number = error.errno if isinstance(error, OSError) else errno.ENOLCK
+            raise OSError(number, os.strerror(number or 0), str(path)) from error
     try:
-        yield True
+        yield locked
     finally:
         lock.release()
