@@ -17,7 +17,8 @@ MAX_HARMLESS = 1e15  # entries, and norms of all: their products stay within fp3
 def blank_padding(call: AttentionCall) -> AttentionCall:
     """Return a call with zeros in keys and values that no query sees, and for what is huge in padded queries.
 
-    On a CPU the padded slots are read first, which costs less than copying all keys.
+    On a CPU the padded slots are read first, which costs less than copying all keys. Elsewhere huge queries stay: only
+    what is not finite is replaced, by fewer operations.
     """
     layout = call.layout
     if not needs_zeros(layout):
@@ -45,18 +46,18 @@ def get_padded_vectors(layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def blank_vectors(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors with zeros in padded keys and values, and for what is huge in padded queries."""
-    return _blank_huge(q, queries), _blank(k, slots), _blank(v, slots)
+    """Return tensors with zeros in padded keys and values, and for what is not finite in padded queries."""
+    return _blank_nonfinite(q, queries), _blank(k, slots), _blank(v, slots)
 
 
 def blank_queries(call: AttentionCall) -> AttentionCall:
-    """Return a call with zeros for what is huge in padded queries, where anybody reads their outputs."""
+    """Return a call with zeros for what is not finite in padded queries, where anybody reads their outputs."""
     layout, q = call.layout, call.q
     if not needs_zeros(layout) or not layout.padded_queries_matter:
         return call
     if _can_inspect(q) and _is_small(q):
         return call
-    return call.set_tensors(_blank_huge(q, _spread(layout.padding()[0])), call.k, call.v)
+    return call.set_tensors(_blank_nonfinite(q, _spread(layout.padding()[0])), call.k, call.v)
 
 
 def _spread(padding: Tensor) -> Tensor:
@@ -70,6 +71,10 @@ def _spread_both(paddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _blank(x: Tensor, slots: Tensor) -> Tensor:
     return x.masked_fill(slots, 0)
+
+
+def _blank_nonfinite(q: Tensor, queries: Tensor) -> Tensor:
+    return torch.where(queries, q.nan_to_num(0.0, 0.0, 0.0), q)
 
 
 def _blank_huge(q: Tensor, queries: Tensor) -> Tensor:
