@@ -324,8 +324,9 @@ def bloom(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])
-def test_llama_4_is_refused_for_its_rotation(llama4, text, tmp_path, command):
-    assert_one_line(tell(*commands(llama4, text, tmp_path)[command]), "llama4_text: rotates by complex numbers")
+def test_llama_4_is_refused_for_its_mask(llama4, text, tmp_path, command):
+    words = "llama4_text: model.layers.0.self_attn has a mask that is not a window over distances"
+    assert_one_line(tell(*commands(llama4, text, tmp_path)[command]), words)
 
 
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import isentrope as ise
-from isentrope.hf.layer import Layer, attend_with_sink_logits
+from isentrope.hf.layer import Layer
+from isentrope.hf.sink_logits import attend_with_sink_logits
 from tests.fixtures.dense import infoscale
 from tests.fixtures.families import (
     FAMILIES,
@@ -17,6 +18,7 @@ from tests.fixtures.families import (
     LONG,
     STREAM,
     WINDOW,
+    at_rest,
     close,
     idle_recipe,
     logits,
@@ -210,8 +212,10 @@ CAUSAL = [name for name, family in FAMILIES.items() if not family.bidirectional]
 
 
 def cached_keys(model, ids):
+    """Values too, which no recipe here changes: caches of latents have the entries that rotate in their place."""
     with torch.no_grad():
-        return [layer.keys for layer in model(ids, use_cache=True).past_key_values.layers]
+        layers = model(ids, use_cache=True).past_key_values.layers
+    return [torch.cat((layer.keys, layer.values), -1) for layer in layers]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_methods_with_one_angle_a_position_cache_rotated_keys(name, text):
     """In the first layer, whose input no recipe changes."""
     model = FAMILIES[name].model()
     ids = tokens(1, TRAINED - 1)
-    rest = rotary_module(model).register_forward_hook(lambda m, a, out: (torch.ones_like(out[0]), 0 * out[1]))
+    rest = rotary_module(model).register_forward_hook(lambda module, args, output: at_rest(output))
     raw = cached_keys(model, ids)[0]
     rest.remove()
     with ise.extended(model, text):

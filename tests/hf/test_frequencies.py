@@ -20,13 +20,7 @@ SCALED = {
 }
 UNSCALED = [name for name in ROTATING if name != "gpt_oss"]  # GPT-OSS has YaRN already
 # families whose attention_factor reaches every score, as a temperature does: all entries of all layers rotate alike
-ALL_ROTATES = [
-    name
-    for name in UNSCALED
-    if FAMILIES[name].local is None
-    and not FAMILIES[name].unrotated
-    and "partial_rotary_factor" not in FAMILIES[name].rope
-]
+ALL_ROTATES = [name for name in UNSCALED if FAMILIES[name].all_rotates]
 
 
 def scaled_by_transformers(family, scaling, length=LONG):

@@ -115,16 +115,20 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
         ise.extend(model, "rerope:window=100000")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4"])
 def test_rotation_of_the_last_entries_of_a_head(name):
-    with pytest.raises(ValueError, match="has a rotation of other entries of a head than the first"):
-        ise.extend(model_of(name), "infoscale:train_length=64")
+    found = model_types.examine(name)
+    assert found.rotated and not found.wrong
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "deepseek_v2"])
-def test_rotation_by_complex_numbers(name):
-    with pytest.raises(ValueError, match=f"{name}: rotates by complex numbers"):
-        ise.extend(model_of(name), "infoscale:train_length=64")
+def test_attention_that_chooses_keys_itself():
+    with pytest.raises(ValueError, match="deepseek_v32: its attention does not go through transformers"):
+        ise.extend(model_of("deepseek_v32"), "infoscale:train_length=64")
+
+
+def test_attention_in_chunks_of_the_models_own():
+    with pytest.raises(ValueError, match=r"llama4_text: .* a mask that is not a window over distances"):
+        ise.extend(model_of("llama4_text"), "infoscale:train_length=64")
 
 
 def pytest_generate_tests(metafunc):

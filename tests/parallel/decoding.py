@@ -183,7 +183,7 @@ def run_decoding(rank, folder, size, recipes):
 def run_others(rank, folder, size):
     """Windows and sinks of models' own; a law by which rounding of the entropy grows, in fp64 where nothing is left."""
     start(rank, folder, size)
-    for name in ("gpt_oss", "mistral-windowed", "gemma3"):
+    for name in ("gpt_oss", "mistral-windowed", "gemma3", "deepseek_v3"):
         assert decode_model(TWO_BRANCHES, "left", ise.ContextParallel(), 53, FAMILIES[name].model) < TOLERANCE, name
     law = "adaptive:coefficients=(0.4,1),threshold=0.2,keys=far+logn:train_length=8,keys=near"
     error = decode_model(f"rerope:window=8+{law}", "left", ise.ContextParallel(), 53, lambda: llama().double())

@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from isentrope.dispatch import check_backend
 from isentrope.hf.auto import choose_for_layers
 from isentrope.hf.cache_recipe import CacheRecipe
+from isentrope.hf.configs import list_configs
 from isentrope.hf.continuous_batching import disable_continuous_batching, enable_continuous_batching
 from isentrope.hf.distances import find_reach
 from isentrope.hf.extension import Extension, find_extension, find_model, get_extension, get_model
 from isentrope.hf.generation import restore_length_warnings, silence_length_warnings
-from isentrope.hf.introspection import introspect, list_configs
+from isentrope.hf.introspection import introspect
 from isentrope.hf.layer import Layer, get_layer
 from isentrope.hf.layer_plan import (
     LayerPlan,

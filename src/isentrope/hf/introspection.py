@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import permutations, product
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from isentrope.core.region import Region, band
+from isentrope.hf.configs import in_eval_mode, with_implementation
 from isentrope.hf.rope import (
     LENGTH_DEPENDENT_ROPE_TYPES,
     ROUNDING_MODES,
@@ -30,6 +31,7 @@ from isentrope.hf.rope import (
     detect_angle_order,
     find_ropes,
     list_arguments,
+    split_angles,
 )
 from isentrope.hf.sharding import check_unsharded, find_local_heads
 from isentrope.parallel.heads import LocalHeads
@@ -167,7 +169,7 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     eager = set() if model._supports_sdpa else {module for module in model.modules() if _runs_eager(module)}
     expected = {name: module for name, module in model.named_modules() if _is_attention(module)}
     norms = {part for module in expected.values() for part in module.modules() if "norm" in type(part).__name__.lower()}
-    with torch.no_grad(), _in_eval_mode(model), _with_implementation(model, RECORDING):
+    with torch.no_grad(), in_eval_mode(model), with_implementation(model, RECORDING):
         rotated = _record_pass(model, ropes, norms, rotating=True)
         raw = _record_pass(model, ropes, norms, rotating=False)
     missed = [name for name, module in expected.items() if module not in rotated.calls]
@@ -280,11 +282,9 @@ class _RotateAtPositions:
         position_ids = options["position_ids"]
         options["position_ids"] = torch.tensor(positions, device=position_ids.device).expand_as(position_ids)
         angles = type(module).forward(module, **options)
-        if not isinstance(angles, tuple) or len(angles) != 2:
+        if split_angles(angles) is None:
             kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
-            raise UnsupportedModelError(
-                f"{kind}: rotates by complex numbers, in place of cosines and sines, which no recipe can change yet"
-            )
+            raise UnsupportedModelError(f"{kind}: rotates by other than cosines and sines, which no recipe can change")
         _recorder.get().rope_fields[module, rope.layer_type] = _detect_rope_fields(rope, options)
         return angles
 
@@ -293,10 +293,13 @@ def _detect_rope_fields(rope: ModelRope, options: dict[str, Any]) -> dict[str, A
     """Find fields of a `ModelRope` by calling its module with other frequencies and positions."""
     forward, theta, scaling = type(rope.module).forward, rope.theta, rope.scaling
     rope.write(torch.zeros_like(theta), scaling)
-    sine = forward(rope.module, **options)[1]
+    angles: Any = forward(rope.module, **options)
     rope.write(theta, scaling)
+    _, sine = split_angles(angles) or angles
     fields: dict[str, Any] = {"reads_buffer": not bool(sine.any())}
-    if rope.kind not in LENGTH_DEPENDENT_ROPE_TYPES:  # those would keep the frequencies of a long text
+    if isinstance(angles, Tensor):
+        fields["angle_order"] = "complex"
+    elif rope.kind not in LENGTH_DEPENDENT_ROPE_TYPES:  # those would keep the frequencies of a long text
         position_ids = options["position_ids"]
         positions = torch.arange(COMPARED_POSITIONS, device=position_ids.device)
         options = options | {"position_ids": positions.expand(*position_ids.shape[:-1], COMPARED_POSITIONS)}
@@ -316,6 +319,8 @@ def _scale_unevenly(module: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 def skip_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """A hook on a rotary module: leave queries and keys as they are, with cos 1 and sin 0."""
+    if isinstance(output, Tensor):
+        return torch.ones_like(output)
     return torch.ones_like(output[0]), torch.zeros_like(output[1])
 
 
@@ -329,12 +334,13 @@ def _find_rotation(
     for ropes in candidates:
         matches: list[tuple[float, ModelRope, tuple[int, ...]]] = []
         for rope, positions in ropes.items():
-            if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
+            size, head_dim = 2 * rope.theta.shape[-1], raw[0].shape[-1]
+            if size > head_dim:
                 continue
             if likely is not None and likely.same(rope) and _find_exact([likely], raw, rotated, positions):
                 return likely
-            for interleaved in (False, True):
-                candidate = replace(rope, interleaved=interleaved)
+            for last, interleaved in product((False, True) if size < head_dim else (False,), (False, True)):
+                candidate = replace(rope, interleaved=interleaved, last=last)
                 matches.append((_rotation_error(candidate, raw, rotated, positions), candidate, positions))
         if matches and (least := min(matches, key=lambda match: match[0]))[0] <= tolerance:
             _, best, positions = least
@@ -360,41 +366,3 @@ def _find_exact(
     at = _to_tensor(positions, raw[0].device)
     pairs = tuple(zip(raw, rotated, strict=True))
     return next((rope for rope in ropes if all(torch.equal(rope.rotate(x, at), y) for x, y in pairs)), None)
-
-
-def list_configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """List every config object in a model, the inner ones last."""
-    configs: dict[int, PreTrainedConfig] = {}
-
-    def add(config: Any) -> None:
-        if isinstance(config, PreTrainedConfig) and id(config) not in configs:
-            configs[id(config)] = config
-            for name in config.sub_configs:
-                add(getattr(config, name, None))
-
-    for module in model.modules():
-        add(getattr(module, "config", None))
-    return list(configs.values())
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def _with_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = [(config, config._attn_implementation) for config in list_configs(model)]
-    try:
-        for config, _ in before:
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation

@@ -25,6 +25,7 @@ from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, Tra
 from isentrope.hf.mask import apply_position_ids, make_frames_mask, make_layout
 from isentrope.hf.names import IMPLEMENTATION, LAYER, PAGED_STEP
 from isentrope.hf.sharding import CONTEXT_PARALLEL_ERROR, HEADS_ERROR, is_context_parallel
+from isentrope.hf.sink_logits import apply_sink_logits, attend_with_sink_logits, check_sink_gradients
 from isentrope.masks import Mask
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.heads import shard_temperature
@@ -32,7 +33,6 @@ from isentrope.parallel.key_parts import Options
 from isentrope.parallel.rows import ShardedRows, is_shard_mask
 from isentrope.recipe import Recipe
 
-SINK_LOGITS_GRADIENT_ERROR = "sink logits: a recipe carries them without gradients only; use torch.no_grad()"
 MAX_NATIVE_MASKS = 64  # of all models; one has two or three
 MAX_MASK_ELEMENTS = 1 << 24  # of a matrix that SDPA may take for a window; at 131,072 tokens it would take 50 GB
 
@@ -79,6 +79,7 @@ class Layer(nn.Module):
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
         rotated_recipe: `recipe` for queries and keys that arrive rotated all the same, as those of a paged cache do;
             None where they never do.
+        rolled: by how many entries queries and keys are rolled, so that those which rotate are the first of a head.
         causal: whether no query sees ahead.
         heads: of the queries that it is called with.
         eager_attention: the model's own attention function, where it has no SDPA.
@@ -102,6 +103,7 @@ class Layer(nn.Module):
         self.native_mask, self.causal = _native_mask(info.region), info.causal
         rotates = recipe.position is not None and recipe.position.rotates
         self.rope = plan.skipped_rope if rotates else None
+        self.rolled = 2 * self.rope.theta.shape[-1] if self.rope is not None and self.rope.last else 0
         self.backend, self.index, self.layouts, self.model_recipes = backend, index, layouts, model_recipes
         self.eager_attention = info.eager_attention
         self.reads_evicted_keys = recipe.counts_unseen_keys or recipe.depends_on_place
@@ -205,7 +207,7 @@ class Layer(nn.Module):
         )
         qkv = _autocast(call.query, call.key, call.value)
         if call.sink_logits is not None:
-            _check_sink_gradients((*qkv, call.sink_logits))
+            check_sink_gradients((*qkv, call.sink_logits))
         if rows.cached:
             if self.rope is not None:
                 rows.check_positions(call.position_ids)
@@ -213,7 +215,7 @@ class Layer(nn.Module):
         else:
             out, lse = parallel.attend(qkv, rows, how, need_lse=call.sink_logits is not None)
         if call.sink_logits is not None and lse is not None:
-            out = _apply_sink_logits(out, lse, call.sink_logits)
+            out = apply_sink_logits(out, lse, call.sink_logits)
         return out.transpose(1, 2).contiguous()
 
     def _check_context_parallel(self, sink_logits: Tensor | None) -> None:
@@ -278,8 +280,8 @@ class Layer(nn.Module):
         """Return queries and keys as the model rotates them, in its dtype."""
         if self.rope is None:
             return call.query, call.key
-        query = self.rope.rotate(call.query, layout.query, layout)
-        return query, self.rope.rotate(call.key, layout.key, layout)
+        query, key = (x.roll(-self.rolled, -1) if self.rolled else x for x in (call.query, call.key))
+        return self.rope.rotate(query, layout.query, layout), self.rope.rotate(key, layout.key, layout)
 
     def _find_masked_region(self, call: LayerCall, layout: Layout) -> Region | None:
         """Return the region that SDPA takes as a matrix, None where it needs none."""
@@ -343,28 +345,6 @@ def get_layer(module: nn.Module) -> Any:
     return getattr(module, LAYER, None)
 
 
-def attend_with_sink_logits(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, sink_logits: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Attend with one more logit in each head's softmax, which takes weight and has no value (GPT-OSS)."""
-    _check_sink_gradients((query, key, value, sink_logits))
-    out, aux = attention(query, key, value, recipe, return_lse=True, **options)
-    return _apply_sink_logits(out, aux.lse, sink_logits)
-
-
-def _check_sink_gradients(tensors: tuple[Tensor, ...]) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError(SINK_LOGITS_GRADIENT_ERROR)
-
-
-def _apply_sink_logits(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
-    """Return the output of a softmax with one more logit in each head, which has no value."""
-    if out.requires_grad:  # from what the recipe learns: the log-sum-exp has no gradient
-        raise ValueError(SINK_LOGITS_GRADIENT_ERROR)
-    kept = torch.sigmoid(lse - sink_logits.to(lse.dtype)[:, None])
-    return out * kept[..., None].to(out.dtype)
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -391,6 +371,8 @@ def attention_forward(
         )
     if query.shape[1] != layer.heads:
         raise ValueError(HEADS_ERROR.format(expected=layer.heads, actual=query.shape[1]))
+    if layer.rolled:
+        query, key = query.roll(layer.rolled, -1), key.roll(layer.rolled, -1)
     call = LayerCall(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux)
     step = others.get(PAGED_STEP)
     return (layer(call) if step is None else step.attend(layer, call)), None

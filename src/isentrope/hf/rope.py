@@ -51,16 +51,18 @@ class ModelRope:
     """One set of frequencies of a model's rotary module, which may hold several, one for each type of layer.
 
     Attributes:
+        last: the rotated entries are the last of a head, as in latent attention, and not the first.
         rounds_angles: cos and sin are in the model's dtype, not in fp32.
         multiplies_in_fp32: queries and keys are widened before they are rotated.
         angle_order: how the module repeats the angles of the pairs before it takes cosines: "half", "interleaved" or
-            "once".
+            "once"; "complex" where it makes complex numbers of them, which multiply the pairs in fp32.
         reads_buffer: the module rotates by the frequencies in its buffer, and does not compute others.
     """
 
     module: nn.Module
     layer_type: str | None = None
     interleaved: bool = False
+    last: bool = False
     rounds_angles: bool = True
     multiplies_in_fp32: bool = False
     angle_order: str = "half"
@@ -110,8 +112,8 @@ class ModelRope:
     @staticmethod
     def describe_unknown(raw: Tensor, rotated: Tensor) -> str:
         """Say what is unusual about a rotation that no `ModelRope` makes."""
-        if torch.equal(raw[..., 0], rotated[..., 0]):  # multi-head latent attention
-            return "of other entries of a head than the first, which no recipe can change yet"
+        if torch.equal(raw[..., 0], rotated[..., 0]):
+            return "of other entries of a head than the first or the last, which no recipe can change yet"
         return "in neither of the two known layouts, or not at its frequencies"
 
     def same(self, other: ModelRope | None) -> bool:
@@ -133,6 +135,9 @@ class ModelRope:
         if self.angle_order == "interleaved":
             both = angle.repeat_interleave(2, -1)
             return both.cos()[..., ::2] * self.scaling, both.sin()[..., ::2] * self.scaling
+        if self.angle_order == "complex":
+            turn = torch.polar(torch.ones_like(angle), angle) * self.scaling
+            return turn.real, turn.imag
         both = angle if self.angle_order == "once" else torch.cat((angle, angle), -1)
         pairs = angle.shape[-1]
         return both.cos()[..., :pairs] * self.scaling, both.sin()[..., :pairs] * self.scaling
@@ -145,14 +150,20 @@ class ModelRope:
 
         def compute() -> tuple[Tensor, Tensor]:
             cos, sin = self.cos_and_sin(position.to(x.device))
-            dtype = x.dtype if self.rounds_angles else torch.float32
+            dtype = x.dtype if self.rounds_angles and self.angle_order != "complex" else torch.float32
             return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
         if layout is None or torch.compiler.is_compiling():
             cos, sin = compute()
         else:
             cos, sin = layout.cached((self.cache_key(), self.rounds_angles, _IdentityKey(position), x.dtype), compute)
-        return rotate(x.float() if self.multiplies_in_fp32 else x, cos, sin, self.interleaved).to(x.dtype)
+        kept, x = x.tensor_split((-2 * cos.shape[-1],), -1) if self.last else (None, x)
+        if self.angle_order == "complex" and self.interleaved:
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+            out = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+        else:
+            out = rotate(x.float() if self.multiplies_in_fp32 else x, cos, sin, self.interleaved)
+        return out.to(x.dtype) if kept is None else torch.cat((kept, out.to(x.dtype)), -1)
 
 
 def detect_angle_order(rope: ModelRope, position: Tensor, angles: tuple[Tensor, Tensor]) -> str:
@@ -166,6 +177,13 @@ def detect_angle_order(rope: ModelRope, position: Tensor, angles: tuple[Tensor, 
         if all(torch.equal(x.to(y.dtype).expand_as(y), y) for x, y in zip(ours, own, strict=True)):
             return order
     return orders[0]
+
+
+def split_angles(output: Any) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin of what a rotary module returned: a pair, or complex numbers; None for anything else."""
+    if isinstance(output, Tensor):
+        return (output.real, output.imag) if output.is_complex() else None
+    return output if isinstance(output, tuple) and len(output) == 2 else None
 
 
 def find_ropes(model: nn.Module) -> Iterator[ModelRope]:
