@@ -121,6 +121,26 @@ def test_rotation_of_the_last_entries_of_a_head(name):
     assert found.rotated and not found.wrong
 
 
+@pytest.mark.parametrize("name", ["minimax", "olmo_hybrid", "bailing_hybrid", "kimi_linear"])
+def test_layers_of_linear_attention_stay_as_they_are(name):
+    found = model_types.examine(name)
+    assert found.outcome == "extended" and not found.wrong
+    types = model_of(name).config.layer_types
+    layers = ise.describe(ise.extend(model_of(name), "infoscale:train_length=16")).layers
+    assert [layer.index for layer in layers] == [i for i, kind in enumerate(types) if kind == "full_attention"]
+
+
+def test_positions_that_reach_more_than_attention():
+    model = model_of("llama")
+
+    def add_sines(module, args, kwargs, output):
+        return output + kwargs["position_embeddings"][1].mean(-1, keepdim=True)
+
+    model.model.layers[-1].register_forward_hook(add_sines, with_kwargs=True)
+    with pytest.raises(ValueError, match="llama: rotates elsewhere than in attention"):
+        ise.extend(model, "rerope:window=32")
+
+
 def test_attention_that_chooses_keys_itself():
     with pytest.raises(ValueError, match="deepseek_v32: its attention does not go through transformers"):
         ise.extend(model_of("deepseek_v32"), "infoscale:train_length=64")

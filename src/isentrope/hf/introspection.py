@@ -8,6 +8,7 @@ that two sets of equal values can be distinguished.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from isentrope.core.region import Region, band
 from isentrope.hf.configs import in_eval_mode, with_implementation
@@ -80,12 +81,13 @@ class LayerInfo:
 
 @dataclass
 class _Recorder:
-    """One recorded pass: the calls of attention modules, and how rotary modules compute angles."""
+    """One recorded pass: the calls of attention modules, how rotary modules compute angles, and the hidden states."""
 
     regions: dict[int, Region | str] = field(default_factory=dict)  # by id of the mask
     masks: list[Tensor] = field(default_factory=list)  # kept alive, so that no two share an id
     calls: dict[nn.Module, tuple[Tensor, Tensor, Region | str | None, dict[str, Any]]] = field(default_factory=dict)
     rope_fields: dict[tuple[nn.Module, str | None], dict[str, Any]] = field(default_factory=dict)
+    output: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 _recorder: ContextVar[_Recorder] = ContextVar("recorder")
@@ -172,12 +174,16 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     with torch.no_grad(), in_eval_mode(model), with_implementation(model, RECORDING):
         rotated = _record_pass(model, ropes, norms, rotating=True)
         raw = _record_pass(model, ropes, norms, rotating=False)
-    missed = [name for name, module in expected.items() if module not in rotated.calls]
+    missed = [
+        name for name, module in expected.items() if module not in rotated.calls and not _is_linear(model.config, name)
+    ]
     if missed or not rotated.calls:
         which = f" ({', '.join(missed[:3])}{', …' if len(missed) > 3 else ''})" if missed else ""
         text_layers = set(model.get_decoder().modules())
         beside_text = rotated.calls and not any(expected[name] in text_layers for name in missed)
         raise UnsupportedModelError(f"{kind}: {BESIDE_TEXT if beside_text else UNREACHED}{which}")
+    if _compare(rotated.output, raw.output) > _get_tolerance(raw.output):
+        raise UnsupportedModelError(f"{kind}: rotates elsewhere than in attention, which no recipe can follow")
     names = {module: name for name, module in model.named_modules()}
     layers: list[LayerInfo] = []
     for order, (module, (query, key, region, arguments)) in enumerate(rotated.calls.items()):
@@ -239,6 +245,12 @@ def _is_attention(module: nn.Module) -> bool:
     return named == [module]
 
 
+def _is_linear(config: PreTrainedConfig, name: str) -> bool:
+    """Return whether a layer has linear attention, without weights over keys, so that no recipe concerns it."""
+    types, index = getattr(config.get_text_config(), "layer_types", None) or (), re.search(r"\.(\d+)(\.|$)", name)
+    return index is not None and dict(enumerate(types)).get(int(index[1])) == "linear_attention"
+
+
 def _record_pass(model: PreTrainedModel, ropes: RopePositions, norms: set[nn.Module], rotating: bool) -> _Recorder:
     recorder = _Recorder()
     token = _recorder.set(recorder)
@@ -256,7 +268,7 @@ def _record_pass(model: PreTrainedModel, ropes: RopePositions, norms: set[nn.Mod
         ids = torch.arange(1, len(POSITIONS) + 1, device=model.device)[None] % size
         options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
         try:
-            model.base_model(input_ids=ids, **options)
+            recorder.output = model.base_model(input_ids=ids, **options)[0]
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -330,7 +342,7 @@ def _find_rotation(
     """Find what rotates the raw queries and keys into the others: `likely` if it is exact; None if nothing rotates."""
     if all(torch.equal(a, b) for a, b in zip(raw, rotated, strict=True)):
         return None
-    tolerance = 1e-4 if raw[0].dtype in (torch.float32, torch.float64) else 3e-2
+    tolerance = _get_tolerance(raw[0])
     for ropes in candidates:
         matches: list[tuple[float, ModelRope, tuple[int, ...]]] = []
         for rope, positions in ropes.items():
@@ -352,7 +364,16 @@ def _find_rotation(
 def _rotation_error(rope: ModelRope, raw: QueryAndKey, rotated: QueryAndKey, positions: tuple[int, ...]) -> float:
     """Return how far a rotation is from the model's own, as a share of the largest entry."""
     pairs = [(rope.rotate(x, _to_tensor(positions, x.device)), y) for x, y in zip(raw, rotated, strict=True)]
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+    return max(_compare(a, b) for a, b in pairs)
+
+
+def _compare(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, as a share of the largest entry."""
+    return ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
+
+
+def _get_tolerance(x: Tensor) -> float:
+    return 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
 
 
 def _to_tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
