@@ -119,7 +119,7 @@ def test_captured_queries_and_keys_can_be_turned_back(name):
     with torch.no_grad(), capture_attention(model, raw.append):
         model(ids)
     handle.remove()
-    assert seen[0].applied_rope.last
+    assert seen[0].applied_rope.roll == 2 * seen[0].applied_rope.theta.shape[-1]
     assert not torch.equal(seen[0].q, raw[0].q)
     for ours, expected in ((seen[0].without_position().q, raw[0].q), (seen[0].without_position().k, raw[0].k)):
         assert_close(ours, expected, atol=1e-6, rtol=0)

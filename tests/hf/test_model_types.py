@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
 import isentrope as ise
 from tests.fixtures import model_types
+from tests.fixtures.dense import Dense, dense, rerope
+from tests.fixtures.families import Family, close
 from tests.fixtures.model_types import build, output
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
@@ -111,7 +115,7 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
     model = model_of(name)
     for norm in (part for part in model.modules() if type(part).__name__.endswith("RMSNorm")):
         torch.nn.init.ones_(norm.weight)
-    with pytest.raises(ValueError, match="has a rotation in neither of the two known layouts"):
+    with pytest.raises(ValueError, match="has a rotation in none of the known layouts"):
         ise.extend(model, "rerope:window=100000")
 
 
@@ -119,6 +123,17 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
 def test_rotation_of_the_last_entries_of_a_head(name):
     found = model_types.examine(name)
     assert found.rotated and not found.wrong
+
+
+def test_rotation_backwards():
+    """nanochat turns pairs the other way round, and scales queries and keys to one length after that."""
+    found = model_types.examine("nanochat")
+    assert found.rotated and not found.wrong
+    model, ids = model_of("nanochat").double(), ids_of(60)
+    with dense(Family("nanochat", backwards=True), copy.deepcopy(model), Dense(rerope(16))) as oracle:
+        expected = output(oracle, ids)
+    with ise.extended(model, "rerope:window=16"):
+        close(output(model, ids), expected, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["minimax", "olmo_hybrid", "bailing_hybrid", "kimi_linear"])

@@ -170,7 +170,7 @@ def _introspect(model: PreTrainedModel) -> list[LayerInfo]:
     ropes = _assign_positions(find_ropes(model))
     eager = set() if model._supports_sdpa else {module for module in model.modules() if _runs_eager(module)}
     expected = {name: module for name, module in model.named_modules() if _is_attention(module)}
-    norms = {part for module in expected.values() for part in module.modules() if "norm" in type(part).__name__.lower()}
+    norms = {part for module in expected.values() for part in module.modules() if _is_learned_norm(part)}
     with torch.no_grad(), in_eval_mode(model), with_implementation(model, RECORDING):
         rotated = _record_pass(model, ropes, norms, rotating=True)
         raw = _record_pass(model, ropes, norms, rotating=False)
@@ -243,6 +243,11 @@ def _is_attention(module: nn.Module) -> bool:
     """Return whether a module is attention by its name and contains no other that is."""
     named = [child for child in module.modules() if "Attention" in type(child).__name__]
     return named == [module]
+
+
+def _is_learned_norm(module: nn.Module) -> bool:
+    """Return whether a norm has weights, which training makes unequal."""
+    return "norm" in type(module).__name__.lower() and any(True for _ in module.parameters())
 
 
 def _is_linear(config: PreTrainedConfig, name: str) -> bool:
@@ -343,22 +348,28 @@ def _find_rotation(
     if all(torch.equal(a, b) for a, b in zip(raw, rotated, strict=True)):
         return None
     tolerance = _get_tolerance(raw[0])
-    for ropes in candidates:
+    for ropes, unusual in product(candidates, (False, True)):
         matches: list[tuple[float, ModelRope, tuple[int, ...]]] = []
         for rope, positions in ropes.items():
-            size, head_dim = 2 * rope.theta.shape[-1], raw[0].shape[-1]
-            if size > head_dim:
+            if 2 * rope.theta.shape[-1] > raw[0].shape[-1]:
                 continue
             if likely is not None and likely.same(rope) and _find_exact([likely], raw, rotated, positions):
                 return likely
-            for last, interleaved in product((False, True) if size < head_dim else (False,), (False, True)):
-                candidate = replace(rope, interleaved=interleaved, last=last)
+            for candidate in _arrange(rope, raw[0].shape[-1], unusual):
                 matches.append((_rotation_error(candidate, raw, rotated, positions), candidate, positions))
         if matches and (least := min(matches, key=lambda match: match[0]))[0] <= tolerance:
             _, best, positions = least
             roundings = [replace(best, rounds_angles=a, multiplies_in_fp32=b) for a, b in ROUNDING_MODES]
             return _find_exact(roundings, raw, rotated, positions) or best
     raise UnsupportedModelError(f"{where} a rotation {ModelRope.describe_unknown(raw[0], rotated[0])}")
+
+
+def _arrange(rope: ModelRope, head_dim: int, unusual: bool) -> list[ModelRope]:
+    """Return a rotation in the two layouts of pairs; of the last entries of a head, or backwards, where `unusual`."""
+    size = 2 * rope.theta.shape[-1]
+    roll = 0 if not unusual else size if size < head_dim else size // 2
+    layouts = (False,) if unusual and size == head_dim else (False, True)
+    return [replace(rope, interleaved=interleaved, roll=roll) for interleaved in layouts]
 
 
 def _rotation_error(rope: ModelRope, raw: QueryAndKey, rotated: QueryAndKey, positions: tuple[int, ...]) -> float:

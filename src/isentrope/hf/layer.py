@@ -79,7 +79,7 @@ class Layer(nn.Module):
         rope: the model's frequencies, where queries and keys arrive unrotated; None where they arrive rotated.
         rotated_recipe: `recipe` for queries and keys that arrive rotated all the same, as those of a paged cache do;
             None where they never do.
-        rolled: by how many entries queries and keys are rolled, so that those which rotate are the first of a head.
+        rolled: by how many entries queries and keys are rolled, so that a recipe finds those that rotate first.
         causal: whether no query sees ahead.
         heads: of the queries that it is called with.
         eager_attention: the model's own attention function, where it has no SDPA.
@@ -103,7 +103,7 @@ class Layer(nn.Module):
         self.native_mask, self.causal = _native_mask(info.region), info.causal
         rotates = recipe.position is not None and recipe.position.rotates
         self.rope = plan.skipped_rope if rotates else None
-        self.rolled = 2 * self.rope.theta.shape[-1] if self.rope is not None and self.rope.last else 0
+        self.rolled = 0 if self.rope is None else self.rope.roll
         self.backend, self.index, self.layouts, self.model_recipes = backend, index, layouts, model_recipes
         self.eager_attention = info.eager_attention
         self.reads_evicted_keys = recipe.counts_unseen_keys or recipe.depends_on_place

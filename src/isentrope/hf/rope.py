@@ -51,7 +51,8 @@ class ModelRope:
     """One set of frequencies of a model's rotary module, which may hold several, one for each type of layer.
 
     Attributes:
-        last: the rotated entries are the last of a head, as in latent attention, and not the first.
+        roll: by how many entries a head is rolled so that its first rotate, and forwards: latent attention rotates the
+            last ones, nanochat backwards, which is forwards with the halves of each pair exchanged.
         rounds_angles: cos and sin are in the model's dtype, not in fp32.
         multiplies_in_fp32: queries and keys are widened before they are rotated.
         angle_order: how the module repeats the angles of the pairs before it takes cosines: "half", "interleaved" or
@@ -62,7 +63,7 @@ class ModelRope:
     module: nn.Module
     layer_type: str | None = None
     interleaved: bool = False
-    last: bool = False
+    roll: int = 0
     rounds_angles: bool = True
     multiplies_in_fp32: bool = False
     angle_order: str = "half"
@@ -114,7 +115,7 @@ class ModelRope:
         """Say what is unusual about a rotation that no `ModelRope` makes."""
         if torch.equal(raw[..., 0], rotated[..., 0]):
             return "of other entries of a head than the first or the last, which no recipe can change yet"
-        return "in neither of the two known layouts, or not at its frequencies"
+        return "in none of the known layouts, or not at its frequencies"
 
     def same(self, other: ModelRope | None) -> bool:
         """Return whether both are the same frequencies of the same module."""
@@ -157,13 +158,14 @@ class ModelRope:
             cos, sin = compute()
         else:
             cos, sin = layout.cached((self.cache_key(), self.rounds_angles, _IdentityKey(position), x.dtype), compute)
-        kept, x = x.tensor_split((-2 * cos.shape[-1],), -1) if self.last else (None, x)
+        rolled = x.roll(self.roll, -1) if self.roll else x
         if self.angle_order == "complex" and self.interleaved:
-            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-            out = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+            head, rest = rolled.tensor_split((2 * cos.shape[-1],), -1)
+            pairs = torch.view_as_complex(head.float().unflatten(-1, (-1, 2))) * torch.complex(cos, sin)
+            out = torch.cat((torch.view_as_real(pairs).flatten(-2).to(x.dtype), rest), -1)
         else:
-            out = rotate(x.float() if self.multiplies_in_fp32 else x, cos, sin, self.interleaved)
-        return out.to(x.dtype) if kept is None else torch.cat((kept, out.to(x.dtype)), -1)
+            out = rotate(rolled.float() if self.multiplies_in_fp32 else rolled, cos, sin, self.interleaved).to(x.dtype)
+        return out.roll(-self.roll, -1) if self.roll else out
 
 
 def detect_angle_order(rope: ModelRope, position: Tensor, angles: tuple[Tensor, Tensor]) -> str:
