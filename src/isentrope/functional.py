@@ -56,8 +56,9 @@ def attention(
 
     Padding is never read: whatever k and v hold in slots that `lengths`, `Padding` or `layout` pads, NaN and inf
     included, changes no output, and their gradients there are 0. A padded query (as many queries as keys, and its own
-    slot is padding) is computed like any other, with 0 for what is NaN or inf in it. A key that one query sees and
-    another does not, as under `Document` or a window, is no padding: NaN there may reach both.
+    slot is padding) is computed like any other, with 0 for what is NaN or inf in it, and on a CPU for 1e15 and more. A
+    key that one query sees and another does not, as under `Document` or a window, is no padding: NaN there may reach
+    both.
 
     Args:
         q: queries, (batch, heads, queries, d), as in `torch.nn.functional.scaled_dot_product_attention`.

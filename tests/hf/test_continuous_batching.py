@@ -10,6 +10,7 @@ import torch
 import isentrope as ise
 from isentrope.hf import paged
 from isentrope.hf.continuous_batching import shares_prefixes
+from tests.fixtures import model_types
 from tests.fixtures.generation import BY_LENGTH, STEADY, extended, gemma, mistral, rows_of
 from tests.fixtures.models import llama
 from tests.fixtures.serving import (
@@ -42,6 +43,14 @@ def test_tokens_are_those_of_generate(recipe, name):
         model = extended(recipe, MODELS[name]())
     except ValueError as error:
         pytest.skip(str(error))
+    served = serve_tokens(model, PROMPTS, max_batch_tokens=250)
+    assert served == find_likeliest(model, PROMPTS, served)
+
+
+@pytest.mark.parametrize("recipe", ["rerope:window=400+retrieve", "rerope:window=16+retrieve:blocks=2,size=4", RECIPE])
+def test_a_model_that_rotates_backwards(recipe):
+    """Under recipes that are idle, and that are not."""
+    model = ise.extend(model_types.build("nanochat").double(), recipe)
     served = serve_tokens(model, PROMPTS, max_batch_tokens=250)
     assert served == find_likeliest(model, PROMPTS, served)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 import isentrope as ise
 from tests.fixtures.families import FAMILIES, LONG, ROTATING, close, logits, rotary_module, write_scaling
@@ -79,6 +80,11 @@ def test_a_base_is_the_recipes_even_where_it_is_the_usual_one():
             close(logits(model, ids), result, 1e-4)
     with ise.extended(usual, "yarn:factor=4"), ise.extended(model, "yarn:factor=4,base=10000"):
         close(logits(model, ids), logits(usual, ids), 1e-4)
+    scaled = llama(rope_parameters=YARN | {"rope_theta": 500}).double()
+    before = logits(scaled, ids)
+    refused(scaled, "yarn:factor=4,base=500", "its frequencies are already scaled")
+    with ise.extended(scaled, "rope:base=500"):  # its own
+        assert torch.equal(logits(scaled, ids), before)
     for text in ("rerope:window=8", "pi:factor=2", "cope:clip=2"):
         refused(model, f"{text},base=10000", "starts from the model's frequencies; leave base out")
         with ise.extended(model, text):

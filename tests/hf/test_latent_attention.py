@@ -125,6 +125,15 @@ def test_captured_queries_and_keys_can_be_turned_back(name):
         assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
+def test_it_is_extended_under_autocast():
+    """Where queries arrive in another dtype than keys."""
+    model, ids = FAMILIES["deepseek_v3"].model(), tokens(1, LENGTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        ise.extend(model, NEAR_AND_FAR)
+        rounded = logits(model, ids)
+    close(rounded.float(), logits(model, ids), 0.2)
+
+
 def test_it_is_saved_and_loaded(tmp_path):
     model, ids = ise.extend(FAMILIES["deepseek_v3"].model(), NEAR_AND_FAR), tokens(1, LENGTH)
     model.save_pretrained(tmp_path)

@@ -119,7 +119,9 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
         ise.extend(model, "rerope:window=100000")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "glm4_moe_lite", "longcat_flash", "youtu"]
+)
 def test_rotation_of_the_last_entries_of_a_head(name):
     found = model_types.examine(name)
     assert found.rotated and not found.wrong

@@ -281,6 +281,19 @@ def test_native_export(recipe, rope, tmp_path):
     assert str(ise.describe(model)).splitlines()[0].startswith("llama under")  # itself as before
 
 
+@pytest.mark.parametrize(
+    ("recipe", "theta"),
+    [("rope", 500), ("ntk:factor=2", 500 * 2 ** (8 / 6)), ("yarn:factor=4,base=10000", 10000), ("pi:factor=4", 500)],
+)
+@pytest.mark.filterwarnings("ignore:export. yarn is written with attention_factor:UserWarning")
+def test_native_export_of_a_model_with_another_base(recipe, theta, tmp_path):
+    model, ids = llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), tokens(1, LONG)
+    ise.export(ise.extend(model, recipe), tmp_path / "native")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    assert native.config.rope_parameters["rope_theta"] == pytest.approx(theta)
+    torch.testing.assert_close(native(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("law", "factor"), [("", 1.0), ("+yarntemperature:factor=2", 1.069315)])
 def test_native_export_of_yarn_with_another_attention_factor(law, factor, tmp_path):
     """Engines apply 0.1 ln s + 1 by themselves; some ignore attention_factor, some multiply by it."""

@@ -125,6 +125,8 @@ def _to_rope_parameters(
     if len(recipe.temperatures) > 1 or recipe.share is not None:
         raise ValueError(_no_native_form(recipe, f"{recipe.share or 'a pair of temperatures'} has none"))
     position, law = recipe.position, recipe.temperature
+    if (base := getattr(position, "base", None)) is not None:
+        parameters = parameters | {"rope_theta": base}
     static = isinstance(law, YaRNTemperature) and law.factor is not None
     if type(position) is YaRN:
         if not (law is None or isinstance(law, Constant) or static):
@@ -149,7 +151,7 @@ def _to_rope_parameters(
                 raise ValueError(_no_native_form(recipe, "transformers counts from max_position_embeddings"))
             return parameters | {"rope_type": "dynamic", "factor": position.factor}
         case NTK():
-            return parameters | {"rope_theta": position.rope_theta * position.factor ** (dim / (dim - 2))}
+            return parameters | {"rope_theta": parameters["rope_theta"] * position.factor ** (dim / (dim - 2))}
         case LongRoPE(factors=tuple(long)):
             length = position.original_length
             short = position.short or (long if length is None else (1.0,) * len(long))
@@ -161,7 +163,7 @@ def _to_rope_parameters(
                 "attention_factor": 1.0,
             }
         case RoPE():
-            return parameters | {"rope_theta": position.rope_theta}
+            return parameters
     raise ValueError(_no_native_form(recipe, f"{position} has none"))
 
 

@@ -347,7 +347,7 @@ def _find_rotation(
     """Find what rotates the raw queries and keys into the others: `likely` if it is exact; None if nothing rotates."""
     if all(torch.equal(a, b) for a, b in zip(raw, rotated, strict=True)):
         return None
-    tolerance = _get_tolerance(raw[0])
+    tolerance = max(map(_get_tolerance, raw))  # under autocast they differ
     for ropes, unusual in product(candidates, (False, True)):
         matches: list[tuple[float, ModelRope, tuple[int, ...]]] = []
         for rope, positions in ropes.items():

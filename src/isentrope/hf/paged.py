@@ -168,6 +168,8 @@ def _run_plain(layer: Layer, call: LayerCall, key: Tensor, value: Tensor, pages:
     their outputs are not used.
     """
     query = call.query
+    if layer.rolled:  # as the model has them
+        query, key = query.roll(-layer.rolled, -1), key.roll(-layer.rolled, -1)
     if layer.rope is not None and layer.rotated_recipe is None:
         query = layer.rope.rotate(query, pages.row.position_ids, pages)
         # on a GPU one launch for all keys is faster

@@ -38,7 +38,7 @@ class Branch:
 
 # kinds of scaled frequencies, and models whatever their kind, that are trained at the length after scaling
 TRAINED_SCALINGS = ("llama3", "longrope")
-TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3")
+TRAINED_SCALED = ("gpt_oss", "deepseek_v2", "deepseek_v3", "ministral3", "mistral4")
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,10 +65,9 @@ class Rotary(Position):
         return (Branch(query=query, key=key),)
 
     def fit(self, model: ModelRotary) -> Self:
-        if self.base is not None:
-            return self.match_model(model, self.base)
-        model.check_unscaled(self.name())
-        return self.match_model(model, model.base)
+        if self.base in (None, model.base):
+            model.check_unscaled(self.name())
+        return self.match_model(model, self.base or model.base)
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the method's own `frequencies` at the model's base, which replace the model's."""
@@ -111,7 +110,7 @@ class RoPE(Rotary):
 
     def rescale(self, model: ModelRotary, length: Tensor | int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the model's own frequencies, unless the recipe has another base."""
-        if self.base is None:
+        if self.base in (None, model.base):
             return model.theta.to(device, dtype)
         return super().rescale(model, length, dtype, device)
 
