@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import ChosenBlocks, QueryGroups
 from isentrope.core.compile import can_run_triton
 from isentrope.core.dtypes import accumulation_dtype, autocast_disabled
-from isentrope.core.layout import Layout, get_layout
-from isentrope.core.region import Region
+from isentrope.core.layout import Layout
 from isentrope.core.rotation import rotate_and_scale
 from isentrope.recipe import Recipe, as_recipe
 
@@ -261,61 +260,3 @@ def _limit_rows(x: Tensor, keys: int) -> int:
     """Return how many rows of x (batch, heads, rows, d) to multiply with all keys at once."""
     limit = MAX_CHUNK_SCORES.get(x.device.type, 1 << 22)
     return max(1, limit // (x.shape[0] * x.shape[1] * keys))
-
-
-class FrameCall(NamedTuple):
-    """A call for the queries of one row, or of one document, against its keys alone."""
-
-    row: int
-    queries: slice
-    call: AttentionCall
-
-
-def split_frames(call: AttentionCall) -> Iterator[FrameCall]:
-    """Yield one call over an unpadded row for each padded row or packed document; padded queries are in none.
-
-    Raises:
-        ValueError: a cache has dropped keys.
-    """
-    layout, shape = call.layout, (call.q.shape[0], call.q.shape[2])
-    low, high, slot, origin = (
-        x.expand(shape).cpu() for x in (layout.frame_low, layout.frame_high, layout.own_slot, layout.origin)
-    )
-    inside = (slot >= low) & (slot < high)
-    if bool((inside & (origin != low)).any()):
-        raise ValueError(
-            "retrieve: expected all keys of a row, got a cache that drops some; generate with another cache"
-        )
-    for row, frames in enumerate(torch.where(inside, low, -1)):
-        first = 0
-        for begin, count in zip(*(x.tolist() for x in frames.unique_consecutive(return_counts=True)), strict=True):
-            if begin >= 0:
-                queries = slice(first, first + count)
-                keys = slice(begin, int(slot[row, first + count - 1]) + 1)
-                yield FrameCall(row, queries, _take_frame(call, row, queries, keys))
-            first += count
-
-
-def _take_frame(call: AttentionCall, row: int, queries: slice, keys: slice) -> AttentionCall:
-    q, k, v = (x[row : row + 1, :, part] for x, part in ((call.q, queries), (call.k, keys), (call.v, keys)))
-    layout = get_layout(1, q.shape[2], k.shape[2], q.device)
-    branches = []
-    for branch in call.branches:
-        region = layout.simplify(branch.region)
-        if region.spans:
-            query_angles = _take(branch.query_angles, row, queries)
-            key_angles = _take(branch.key_angles, row, keys)
-            tau, offset = (None if x is None else _take((x,), row, queries)[0] for x in (branch.tau, branch.offset))
-            branches.append(
-                replace(branch, region=region, query_angles=query_angles, key_angles=key_angles, tau=tau, offset=offset)
-            )
-    branches = branches or [replace(call.branches[0], region=Region(()))]
-    return replace(call, q=q, k=k, v=v, layout=layout, branches=branches)
-
-
-def _take(tensors: Sequence[Tensor] | None, row: int, part: slice) -> Any:
-    """Return a row and a part of tensors (batch or 1, …, length or 1 in the third place)."""
-    if tensors is None:
-        return None
-    rows = (x if x.shape[0] == 1 else x[row : row + 1] for x in tensors)
-    return tuple(x if x.shape[2] == 1 else x[:, :, part] for x in rows)

@@ -18,11 +18,12 @@ from isentrope.backends.flex import FlexBackend
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import Backend, GraphPlan, Launch
 from isentrope.backends.reference import ReferenceBackend
-from isentrope.block_selection import choose_blocks, split_frames
+from isentrope.block_selection import choose_blocks
 from isentrope.core.caching import MAX_CALL_VALUES
 from isentrope.core.call import AttentionCall, is_causal, is_unmasked
 from isentrope.core.compile import values_are_readable
 from isentrope.core.dtypes import accumulation_dtype
+from isentrope.core.frame_calls import is_better_split, split_frames
 from isentrope.core.position_columns import takes_columns
 from isentrope.core.rotation import is_transformed
 from isentrope.core.switches import PACKED_PADDING, is_on, list_switches
@@ -42,6 +43,10 @@ AUTO = "auto"
 # are merged, and beyond 32-bit indices FlexAttention, which biased calls may run on, takes twice as long.
 MAX_BRANCHED_Q_ELEMENTS = 1 << 27
 MAX_BIASED_Q_ELEMENTS = (1 << 31) - 1
+# Likewise on a CPU: C libraries ask the system for tensors of so many bytes anew every time, and it clears them page by
+# page, which takes longer than a rotation; smaller ones are used again.
+MAX_CPU_Q_BYTES = 1 << 25
+CPU_PART_BYTES = 1 << 21  # a thread
 # Attention weights up to which `dense` beats `chunked`, by measurement: as many as fit a CPU's caches, or crowd a GPU's
 # memory, or are kept for a backward.
 MAX_DENSE_WEIGHTS = {"cpu": 1 << 22, "cuda": 1 << 29}
@@ -69,14 +74,19 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
     if call.choice is not None:
         check_backend(backend)
         if not call.layout.plain:
-            return _run_frames(call, backend, need_lse, need_entropy)
+            name = BLOCKS.name if backend == AUTO else backend
+            return Result(*_run_frames(call, backend, need_lse, need_entropy), name)
         if backend in (AUTO, BLOCKS.name) and not need_entropy:
             chosen = BLOCKS.choose_and_forward(call)
             if chosen is not None:
                 return Result(chosen[0], chosen[1] if need_lse else None, None, BLOCKS.name)
         call = choose_blocks(call)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _run(call, backend, need_lse, need_entropy)
+    if is_better_split(call) and choose_backend(call, backend, need_entropy) is SDPA:
+        return Result(*_run_frames(call, backend, need_lse, need_entropy), SDPA.name)
     max_elements = _max_q_elements(call)
-    if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if call.q.numel() <= max_elements:
         return _run(call, backend, need_lse, need_entropy)
     if backend in (AUTO, BAND.name, BLOCKS.name) and not need_entropy and BAND.computes_all(call):
         return _run(call, backend, need_lse, need_entropy)
@@ -197,9 +207,16 @@ def _announce(name: str, device: str) -> None:
 
 
 def _max_q_elements(call: AttentionCall) -> int:
-    if len(call.branches) > 1:
-        return MAX_BRANCHED_Q_ELEMENTS
-    return MAX_BIASED_Q_ELEMENTS if call.branches[0].biased else call.q.numel()
+    """Return how many elements q may have for all heads to run at once."""
+    q, branches, most = call.q, call.branches, call.q.numel()
+    if len(branches) > 1:
+        most = MAX_BRANCHED_Q_ELEMENTS
+    elif branches[0].biased:
+        most = MAX_BIASED_Q_ELEMENTS
+    if q.device.type != "cpu" or q.nbytes < MAX_CPU_Q_BYTES:
+        return most
+    folded = call.rotations or call.normalise or any(branch.tau is not None for branch in branches)
+    return min(most, CPU_PART_BYTES * max(2, torch.get_num_threads()) // q.itemsize) if folded else most
 
 
 def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
@@ -233,19 +250,20 @@ def _run_packed(
     return Result(tokens.spread(result.out, *size), lse, entropy, result.backend)
 
 
-def _run_frames(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> Result:
-    """Run the rows, or documents, of a call one after another: each chooses far keys of its own."""
+def _run_frames(
+    call: AttentionCall, name: str, need_lse: bool, need_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Run the rows, or documents, of a call one after another; those that choose far keys do it each on its own."""
     shape, dtype = call.q.shape[:3], accumulation_dtype(call.q)
     out = call.q.new_zeros(*shape, call.v.shape[-1])
     lse = torch.full(shape, -torch.inf, dtype=dtype, device=out.device) if need_lse else None
     entropy = torch.zeros(shape, dtype=dtype, device=out.device) if need_entropy else None
-    chosen = BLOCKS.name if name == AUTO else name
-    for row, queries, part in split_frames(call):
+    for rows, queries, part in split_frames(call):
         result = dispatch(part, name, need_lse, need_entropy)
         for whole, values in ((out, result.out), (lse, result.lse), (entropy, result.entropy)):
             if whole is not None and values is not None:
-                whole[row, :, queries] = values[0]
-    return Result(out, lse, entropy, chosen)
+                whole[rows, :, queries] = values
+    return out, lse, entropy
 
 
 def _run_by_heads(call: AttentionCall, max_elements: int, name: str, need_lse: bool, need_entropy: bool) -> Result:

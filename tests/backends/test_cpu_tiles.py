@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 import isentrope as ise
 from isentrope.core import band_tiles
-from isentrope.core.band_tiles import cut_span, find_band_tiles, list_frames
+from isentrope.core.band_tiles import cut_span, find_band_tiles
+from isentrope.core.frame_calls import list_frames
 from isentrope.core.layout import Layout, Rows
 from isentrope.core.region import Region, Span, band
 
@@ -76,10 +77,10 @@ def test_tiles_cover_every_visible_pair_once(layout):
 
 
 def test_rows_that_are_padded_alike_are_one_frame():
-    frames = list_frames(LAYOUTS["right"]())
+    frames = list_frames(LAYOUTS["right"](), True)
     assert [(frame.rows.start, frame.rows.stop) for frame in frames] == [(0, 1), (1, 3)]
-    assert len(list_frames(LAYOUTS["packed"]())) == 3
-    (whole,) = list_frames(LAYOUTS["whole"]())
+    assert len(list_frames(LAYOUTS["packed"](), True)) == 3
+    (whole,) = list_frames(LAYOUTS["whole"](), True)
     assert whole.rows == slice(None)
 
 
@@ -94,9 +95,9 @@ def test_padded_queries_are_left_out_where_they_do_not_matter():
 
 def test_far_keys_of_a_causal_row_are_one_triangle():
     layout = Layout(1, 4096, 4096, CPU)
-    (far,) = cut_span(Span(high=1 - 1024), list_frames(layout)[0])
+    (far,) = cut_span(Span(high=1 - 1024), list_frames(layout, True)[0])
     assert (far.first, far.begin, far.rows, far.columns, far.kind) == (1024, 0, 3072, 3072, "lower")
-    near = list(cut_span(Span(low=1 - 1024, high=1), list_frames(layout)[0]))
+    near = list(cut_span(Span(low=1 - 1024, high=1), list_frames(layout, True)[0]))
     assert [(tile.kind, tile.repeats * tile.rows) for tile in near] == [("lower", 1024), ("band", 3072)]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isentrope.core.compile import values_are_readable
+from isentrope.core.frame_calls import Frame, list_frames
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region, Span
 
@@ -25,21 +26,6 @@ MIN_FRAME_QUERIES = 64  # on average, or a mask serves better too
 # Queries that share the mask of a band, by its width: more of them mask more pairs, fewer make slower products. Cutting
 # off the two triangles of a group, so that the rest needs no mask, takes as long.
 GROUP_QUERIES = ((2048, 192), (0, 64))
-
-
-class Frame(NamedTuple):
-    """Queries first … last - 1 of some rows of a batch, which see keys begin … end - 1 at most.
-
-    Query i is aligned with slot i + offset; slot `origin` is at position 0.
-    """
-
-    rows: slice
-    first: int
-    last: int
-    begin: int
-    end: int
-    offset: int
-    origin: int
 
 
 class BandTile(NamedTuple):
@@ -80,7 +66,7 @@ def find_band_tiles(region: Region, layout: Layout) -> list[BandTile] | None:
 
 
 def _cut_region(region: Region, layout: Layout) -> list[BandTile] | None:
-    frames = layout.cached("frames", lambda: list_frames(layout))
+    frames = list_frames(layout, layout.padded_queries_matter)
     if not layout.plain and len(frames) * MIN_FRAME_QUERIES > layout.queries * layout.batch:
         return None
     tiles: list[BandTile] = []
@@ -91,39 +77,6 @@ def _cut_region(region: Region, layout: Layout) -> list[BandTile] | None:
             cut.append(tile._replace(adds=adds))
         tiles += cut
     return tiles
-
-
-def list_frames(layout: Layout) -> list[Frame]:
-    """Return the rows or documents of a layout; rows that are cut alike are one frame.
-
-    Padded queries are in one only if they matter.
-    """
-    if layout.plain:
-        return [Frame(slice(None), 0, layout.queries, 0, layout.keys, layout.keys - layout.queries, 0)]
-    low, high, slot, origin = torch.broadcast_tensors(
-        layout.frame_low, layout.frame_high, layout.own_slot, layout.origin
-    )
-    offset = slot - torch.arange(layout.queries, device=slot.device)
-    whole = low.shape[0] == 1
-    frames: list[Frame] = []
-    previous = None
-    for row, facts in enumerate(torch.stack((low, high, offset, origin), -1)):
-        if previous is not None and torch.equal(facts, previous):
-            same = [frame for frame in frames if frame.rows.stop == row]
-            frames = [frame for frame in frames if frame.rows.stop != row]
-            frames += [frame._replace(rows=slice(frame.rows.start, row + 1)) for frame in same]
-            continue
-        previous = facts
-        starts = (facts[1:] != facts[:-1]).any(1).nonzero()[:, 0] + 1
-        edges = [0, *starts.tolist(), layout.queries]
-        for first, last in pairwise(edges):
-            begin, end, shift, start = facts[first].tolist()
-            if not layout.padded_queries_matter:
-                first, last = max(first, begin - shift), min(last, end - shift)
-            rows = slice(None) if whole else slice(row, row + 1)
-            if first < last:
-                frames.append(Frame(rows, first, last, begin, end, shift, start))
-    return frames
 
 
 def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
