@@ -80,7 +80,7 @@ def stub_gpu(card: Any = HOPPER) -> Iterator[Launches]:
         (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel(launches)),
         (tile_kernels, "aten", kernels),
         (F, "scaled_dot_product_attention", _attend),
-        (sdpa, "tiles_on_cpu", lambda branch: None),
+        (sdpa, "tiles_on_cpu", lambda branch, sharing=1: None),
     ]
     clear_caches(keep_compiled=True)
     try:

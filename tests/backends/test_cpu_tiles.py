@@ -42,7 +42,7 @@ def _small_groups(monkeypatch, request):
     """Several groups of a band, and frames, at lengths of a test."""
     if request.param == "groups":
         monkeypatch.setattr(band_tiles, "MAX_ONE_MASK_QUERIES", 0)
-    monkeypatch.setattr(band_tiles, "GROUP_QUERIES", ((0, 4),))
+    monkeypatch.setattr(band_tiles, "choose_group_sizes", lambda sharing=1: ((0, 4),))
     monkeypatch.setattr(band_tiles, "MIN_FRAME_QUERIES", 1)
 
 

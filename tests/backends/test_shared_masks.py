@@ -22,7 +22,7 @@ def attend(q, layout=None, backend="sdpa", recipe="rope"):
 @pytest.fixture
 def masked(monkeypatch):
     """Regions need masks, as on a GPU."""
-    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch: None)
+    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch, sharing=1: None)
 
 
 def test_a_mask_keeps_no_wrapper_of_its_first_query(masked):

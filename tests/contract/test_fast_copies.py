@@ -127,7 +127,7 @@ def test_kernels_take_fewer_key_heads(backend, monkeypatch):
 
 def test_key_heads_are_repeated_for_kernels_that_need_it(monkeypatch):
     """Kernels of a CPU stand in for those of a GPU: with repeated heads, and with shared ones that they repeat."""
-    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch: None)
+    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch, sharing=1: None)
     monkeypatch.setattr(sdpa, "_takes_flash", lambda q, v: False)
     far = (2, 2, 106, 32)  # the triangle's keys; the window has a mask here, and repeats all
     assert far in check_grouped_heads(monkeypatch, torch.float32, "cpu", "sdpa")
@@ -158,7 +158,7 @@ def test_gradients_of_far_keys_are_added_in_place_interpreted(launches, monkeypa
         return torch.empty_like(x) if total is None else total
 
     monkeypatch.setattr(rotation_kernel, "launch", rotate)
-    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch: None)
+    monkeypatch.setattr(sdpa, "tiles_on_cpu", lambda branch, sharing=1: None)
     monkeypatch.setattr(sdpa, "_takes_flash", lambda q, v: True)
     monkeypatch.setattr(
         sdpa, "forward_tile", lambda tile: (torch.empty_like(tile.q), tile.q.new_empty(tile.q.shape[:3]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Operands(NamedTuple):
-    """Queries, keys and values with equal head sizes; query heads may share key heads where all tiles are full."""
+    """Queries, keys and values with equal head sizes; query heads may share key heads in a forward pass."""
 
     q: Tensor
     k: Tensor
@@ -26,46 +27,51 @@ class Operands(NamedTuple):
     scale: float
 
 
-def tiles_on_cpu(branch: FoldedBranch) -> list[BandTile] | None:
-    """Return the tiles that a branch is on a CPU; None for any other branch or device."""
+class TilePart(NamedTuple):
+    """Outputs of a tile, or of one row of it, and what arranges (batch, heads, queries of the tile, …) as they are."""
+
+    arrange: Callable[[Tensor], Tensor]
+    out: Tensor
+    lse: Tensor
+
+
+def tiles_on_cpu(branch: FoldedBranch, sharing: int = 1) -> list[BandTile] | None:
+    """Return the tiles that a branch is on a CPU; None for any other branch or device.
+
+    Args:
+        sharing: how many heads are rows of one product.
+    """
     if branch.q.device.type != "cpu" or branch.biased or branch.chosen is not None:
         return None
-    return find_band_tiles(branch.region, branch.layout)
+    return find_band_tiles(branch.region, branch.layout, sharing)
 
 
 def forward_tiles(branch: FoldedBranch, operands: Operands, tiles: list[BandTile]) -> PartialOutput:
     """Compute the tiles of a branch, merged by log-sum-exp where several have the same queries."""
-    size = branch.v.shape[-1]
-    if len(tiles) == 1 and tiles[0].batch == slice(None) and tiles[0].repeats == 1:
-        out, lse = _forward(tiles[0], operands, _make_mask(tiles[0], branch))
-        return PartialOutput(out[..., :size], lse, tiles[0].first)
-    q = operands.q
-    make = branch.v.new_empty if _cover_all(tiles, q) else branch.v.new_zeros
-    out = make(*q.shape[:-1], size)
-    lse = torch.full(q.shape[:-1], -inf, dtype=accumulation_dtype(q), device=q.device)
+    q, size = operands.q, branch.v.shape[-1]
+    alone = tiles[0] if len(tiles) == 1 and tiles[0].batch == slice(None) else None
+    if alone is not None and alone.repeats == branch.groups == 1:
+        _, out, lse = next(_forward(alone, operands, _make_mask(alone, branch)))
+        return PartialOutput(out[..., :size], lse, alone.first)
+    begin, count = (0, q.shape[2]) if alone is None else (alone.first, alone.last - alone.first)
+    shape = *q.shape[:2], count
+    make = branch.v.new_empty if _cover_all(tiles, q.shape[0], count) else branch.v.new_zeros
+    out, lse = make(*shape, size), torch.full(shape, -inf, dtype=accumulation_dtype(q), device=q.device)
     for tile in tiles:
-        mask = _make_mask(tile, branch)
-        if tile.repeats > 1:
-            batch = range(*tile.batch.indices(q.shape[0]))
-            parts = [(slice(row, row + 1), *_forward_groups(tile, operands, row, mask)) for row in batch]
-        else:
-            parts = [(tile.batch, *_forward(tile, operands, mask))]
-        for some, tile_out, tile_lse in parts:
-            o, total = (x[some, :, tile.first : tile.last] for x in (out, lse))
+        o, total = (x[tile.batch, :, tile.first - begin : tile.last - begin] for x in (out, lse))
+        for part in _forward(tile, operands, _make_mask(tile, branch, branch.groups)):
             if tile.adds:
-                merge_into(o, total, tile_out[..., :size], tile_lse)
+                merge_into(part.arrange(o), part.arrange(total), part.out[..., :size], part.lse)
             else:
-                o.copy_(tile_out[..., :size])
-                total.copy_(tile_lse)
-    return PartialOutput(out, lse)
+                part.arrange(o).copy_(part.out[..., :size])
+                part.arrange(total).copy_(part.lse)
+    return PartialOutput(out, lse, begin)
 
 
-def _cover_all(tiles: list[BandTile], q: Tensor) -> bool:
+def _cover_all(tiles: list[BandTile], rows: int, count: int) -> bool:
     """Return whether every query is in a tile that writes its output, rather than adding to what is there."""
-    covered = sum(
-        len(range(*tile.batch.indices(q.shape[0]))) * (tile.last - tile.first) for tile in tiles if not tile.adds
-    )
-    return covered == q.shape[0] * q.shape[2]
+    covered = sum(len(range(*tile.batch.indices(rows))) * (tile.last - tile.first) for tile in tiles if not tile.adds)
+    return covered == rows * count
 
 
 def backward_tiles(
@@ -78,8 +84,8 @@ def backward_tiles(
         for part in _split(tile):
             rows, columns = slice(part.first, part.last), slice(part.begin, part.begin + part.columns)
             flip = part.kind == "upper"
-            q, grad, out, lse = (_take(x, some, rows, flip) for x in (operands.q, *outputs))
-            k, v = (_take(x, some, columns, flip) for x in operands[1:3])
+            q, grad, out, lse = (_take(x[some], rows, flip) for x in (operands.q, *outputs))
+            k, v = (_take(x[some], columns, flip) for x in operands[1:3])
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse.contiguous(), 0.0, part.kind in ("lower", "upper"),
                 attn_mask=_expand(mask, q), scale=operands.scale,
@@ -95,38 +101,76 @@ def _split(tile: BandTile) -> Iterator[BandTile]:
         yield tile._replace(first=tile.first + step, begin=tile.begin + step, repeats=1)
 
 
-def _take(x: Tensor, some: slice, part: slice, flip: bool) -> Tensor:
-    return x[some, :, part].flip(2) if flip else x[some, :, part]
+def _take(x: Tensor, part: slice, flip: bool) -> Tensor:
+    return x[:, :, part].flip(2) if flip else x[:, :, part]
 
 
 def _expand(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return None if mask is None else mask.expand(*q.shape[:3], -1)
 
 
-def _forward(tile: BandTile, operands: Operands, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute one tile: backwards, an upper triangle is a lower one."""
-    flip = tile.kind == "upper"
-    q = _take(operands.q, tile.batch, slice(tile.first, tile.last), flip)
-    k, v = (_take(x, tile.batch, slice(tile.begin, tile.begin + tile.columns), flip) for x in operands[1:3])
-    shape = q.shape[:3]
-    if shape[1] != k.shape[1]:  # queries of heads that share keys are rows of one head
-        q = q.reshape(shape[0], k.shape[1], -1, q.shape[3])
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, is_causal=tile.kind in ("lower", "upper"), attn_mask=_expand(mask, q), scale=operands.scale
-    )
-    if q.shape[:3] != shape:
-        out, lse = out.reshape(*shape, -1), lse.reshape(shape)
-    return (out.flip(2), lse.flip(2)) if flip else (out, lse)
+def _forward(tile: BandTile, operands: Operands, mask: Tensor | None) -> Iterator[TilePart]:
+    """Yield the outputs of a tile: of all its rows, or one row after the other.
+
+    Heads that share keys are rows of one product, or in triangles see views of their keys: nothing is repeated.
+    """
+    q, k, v = (x[tile.batch] for x in operands[:3])
+    heads, scale = (k.shape[1], q.shape[1] // k.shape[1]), operands.scale
+    if tile.repeats > 1:
+        for row, tensors in enumerate(zip(q, k, v, strict=True)):
+            groups = _attend_groups(tile, heads, tensors, mask, scale)
+            yield TilePart(partial(_take_groups, row, heads, tile), *groups)
+        return
+    flip, causal = tile.kind == "upper", tile.kind in ("lower", "upper")
+    q = _take(q, slice(tile.first, tile.last), flip)
+    k, v = (_take(x, slice(tile.begin, tile.begin + tile.columns), flip) for x in (k, v))
+    if heads[1] == 1:
+        out, lse = _attend(q, k, v, mask, scale, causal)
+        yield TilePart(_keep, *((out.flip(2), lse.flip(2)) if flip else (out, lse)))
+    elif not causal:
+        out, lse = _attend(q.unflatten(1, heads).flatten(2, 3), k, v, mask, scale)
+        yield TilePart(partial(_split_heads, heads), *(x.unflatten(2, (heads[1], tile.rows)) for x in (out, lse)))
+    else:
+        for row, (queries, *shared) in enumerate(zip(q, k, v, strict=True)):
+            keys, values = (x[:, None].expand(-1, heads[1], -1, -1) for x in shared)
+            out, lse = _attend(queries.unflatten(0, heads), keys, values, None, scale, causal=True)
+            yield TilePart(partial(_take_row, row, heads), *((out.flip(2), lse.flip(2)) if flip else (out, lse)))
 
 
-def _forward_groups(tile: BandTile, operands: Operands, row: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_groups(
+    tile: BandTile, heads: tuple[int, int], tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute the groups of a band in one row of the batch, as a batch of views that share keys."""
-    q = _view_groups(operands.q[row], tile.first, tile.rows, tile)
-    k, v = (_view_groups(x[row], tile.begin, tile.columns, tile) for x in operands[1:3])
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=_expand(mask, q), scale=operands.scale
+    q = _view_groups(tensors[0], tile.first, tile.rows, tile)
+    k, v = (_view_groups(x, tile.begin, tile.columns, tile) for x in tensors[1:])
+    out, lse = _attend(q.unflatten(1, heads).flatten(2, 3), k, v, mask, scale)
+    return out.unflatten(2, (heads[1], tile.rows)), lse.unflatten(2, (heads[1], tile.rows))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    outputs: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=causal, attn_mask=_expand(mask, q), scale=scale
     )
-    return out.transpose(0, 1).flatten(1, 2)[None], lse.transpose(0, 1).flatten(1, 2)[None]
+    return outputs
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
+
+
+def _split_heads(heads: tuple[int, int], x: Tensor) -> Tensor:
+    return x.unflatten(1, heads)
+
+
+def _take_row(row: int, heads: tuple[int, int], x: Tensor) -> Tensor:
+    return x[row].unflatten(0, heads)
+
+
+def _take_groups(row: int, heads: tuple[int, int], tile: BandTile, x: Tensor) -> Tensor:
+    """Return a row of x (batch, heads, queries, …) as (groups, key heads, heads that share one, queries, …)."""
+    return x[row].unflatten(1, (tile.repeats, tile.rows)).unflatten(0, heads).movedim(2, 0)
 
 
 def _view_groups(x: Tensor, first: int, size: int, tile: BandTile) -> Tensor:
@@ -135,8 +179,8 @@ def _view_groups(x: Tensor, first: int, size: int, tile: BandTile) -> Tensor:
     return x[:, first:last].unfold(1, size, tile.rows).permute(1, 0, 3, 2)
 
 
-def _make_mask(tile: BandTile, branch: FoldedBranch) -> Tensor | None:
-    """Return 0 where query r of a group sees a key, and -inf elsewhere, (rows, columns); None without a band."""
+def _make_mask(tile: BandTile, branch: FoldedBranch, copies: int = 1) -> Tensor | None:
+    """Return 0 where query r of a group sees a key, and -inf elsewhere, (copies · rows, columns); None if all do."""
     if tile.kind != "band":
         return None
     dtype, device = branch.q.dtype, branch.q.device
@@ -144,6 +188,6 @@ def _make_mask(tile: BandTile, branch: FoldedBranch) -> Tensor | None:
     def make() -> Tensor:
         ahead = torch.arange(tile.columns, device=device) - torch.arange(tile.rows, device=device)[:, None] + tile.lead
         hidden = (ahead < 0) | (ahead >= tile.width)
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -inf)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -inf).repeat(copies, 1)
 
-    return branch.layout.cached(("band mask", tile.rows, tile.columns, tile.width, tile.lead, dtype), make)
+    return branch.layout.cached(("band mask", tile.rows, tile.columns, tile.width, tile.lead, copies, dtype), make)

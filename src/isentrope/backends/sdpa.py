@@ -115,9 +115,8 @@ class SDPABackend(MergedBackend):
     def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
         if (mask := find_whole_mask(branch)) is not None:
             return _forward_whole(branch, mask)
-        if (cut := tiles_on_cpu(branch)) is not None:
-            shared = all(tile.kind == "full" for tile in cut)  # no copies of keys are needed
-            return forward_tiles(branch, Operands(*_get_operands(branch, shared), branch.scale), cut)
+        if (cut := tiles_on_cpu(branch, branch.groups)) is not None:
+            return forward_tiles(branch, Operands(*_get_operands(branch, shared=True), branch.scale), cut)
         if (band := _band_of(branch)) is not None:
             return forward_band(branch, band)
         if (tiles := _tiles_of(branch)) is not None:

@@ -25,7 +25,13 @@ MAX_ONE_MASK_QUERIES = 128  # of a band: several tiles are more operations than 
 MIN_FRAME_QUERIES = 64  # on average, or a mask serves better too
 # Queries that share the mask of a band, by its width: more of them mask more pairs, fewer make slower products. Cutting
 # off the two triangles of a group, so that the rest needs no mask, takes as long.
-GROUP_QUERIES = ((2048, 192), (0, 64))
+GROUP_QUERIES = ((2048, 192), (512, 64), (0, 32))
+# The same with several threads, which gain nothing in fp32 from products of 32 rows, into which PyTorch cuts fewer than
+# 192 queries.
+PARALLEL_GROUP_QUERIES = ((512, 192), (0, 32))
+MIN_SHARED_GROUP_QUERIES = 64  # where heads that share keys are rows of one product
+
+GroupSizes = tuple[tuple[int, int], ...]
 
 
 class BandTile(NamedTuple):
@@ -54,32 +60,44 @@ class BandTile(NamedTuple):
         return self.first + self.rows * self.repeats
 
 
-def find_band_tiles(region: Region, layout: Layout) -> list[BandTile] | None:
-    """Return a region as tiles; None where a mask serves better, or where positions are not counted in slots."""
+def find_band_tiles(region: Region, layout: Layout, sharing: int = 1) -> list[BandTile] | None:
+    """Return a region as tiles; None where a mask serves better, or where positions are not counted in slots.
+
+    Args:
+        sharing: how many heads are rows of one product.
+    """
     if torch.compiler.is_compiling() or not layout.implicit or any(span.chunk for span in region.spans):
         return None
     if not layout.plain:
         readable = type(layout.slots) is Tensor and values_are_readable(layout.slots)
         if not readable or layout.queries <= MAX_MASKED_QUERIES:
             return None
-    return layout.cached(("band tiles", region), lambda: _cut_region(region, layout))
+    sizes = choose_group_sizes(sharing)
+    return layout.cached(("band tiles", region, sizes), lambda: _cut_region(region, layout, sizes))
 
 
-def _cut_region(region: Region, layout: Layout) -> list[BandTile] | None:
+def choose_group_sizes(sharing: int = 1) -> GroupSizes:
+    """Return how many queries share the mask of a band, by its width."""
+    if sharing > 1:
+        return ((0, max(MIN_SHARED_GROUP_QUERIES, 192 // sharing)),)
+    return GROUP_QUERIES if torch.get_num_threads() == 1 else PARALLEL_GROUP_QUERIES
+
+
+def _cut_region(region: Region, layout: Layout, sizes: GroupSizes) -> list[BandTile] | None:
     frames = list_frames(layout, layout.padded_queries_matter)
     if not layout.plain and len(frames) * MIN_FRAME_QUERIES > layout.queries * layout.batch:
         return None
     tiles: list[BandTile] = []
     for frame in frames:
         cut: list[BandTile] = []
-        for tile in (tile for span in region.spans for tile in cut_span(span, frame)):
+        for tile in (tile for span in region.spans for tile in cut_span(span, frame, sizes)):
             adds = any(tile.first < other.last and other.first < tile.last for other in cut)
             cut.append(tile._replace(adds=adds))
         tiles += cut
     return tiles
 
 
-def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
+def cut_span(span: Span, frame: Frame, sizes: GroupSizes = GROUP_QUERIES) -> Iterator[BandTile]:
     """Yield the tiles of one span without chunks in a frame; a query may be in two of them."""
     least, most = max(frame.begin, frame.origin + span.start), min(frame.end, frame.origin + span.stop)
     low, high = frame.offset + span.low, frame.offset + span.high  # bounds of key slot less query index
@@ -101,7 +119,7 @@ def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
         if rows == 1 or neither:
             yield full
         elif both:
-            yield from _cut_band(full)
+            yield from _cut_band(full, sizes)
         elif start < stops:
             if columns > 1:
                 yield full._replace(columns=columns - 1)
@@ -112,13 +130,13 @@ def cut_span(span: Span, frame: Frame) -> Iterator[BandTile]:
             yield full._replace(columns=rows, kind="upper")
 
 
-def _cut_band(tile: BandTile) -> Iterator[BandTile]:
+def _cut_band(tile: BandTile, sizes: GroupSizes) -> Iterator[BandTile]:
     """Yield a band whose first query sees all columns of a tile as groups of queries.
 
     A group has an even number of keys, which a CPU's kernel takes faster: with one that the query before saw.
     """
     width = tile.columns
-    size = next(queries for least, queries in GROUP_QUERIES if width >= least)
+    size = next(queries for least, queries in sizes if width >= least)
     count, rest = divmod(tile.rows, size)
     done = count * size
     for first, rows, repeats in ((0, size, count), (done, rest, 1)):
