@@ -146,14 +146,16 @@ def rope_sdpa(size: Sizes, case: Case, tensors: Tensors) -> tuple[Call, str]:
     angle = torch.arange(n, device=q.device)[:, None] * 1e4 ** (-torch.arange(0, d, 2, device=q.device) / d)
     cos, sin, turn = angle.cos(), angle.sin(), rope_for(n, case.grad, size.device)
     groups = case.shape.heads // case.shape.key_heads
-    keys, values = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (k, v))
     causal, cudnn = bool(case.options["causal"]) and queries == n, size.device == "cuda"
+    keys, values = (x.repeat_interleave(groups, 1) if cudnn and groups > 1 else x for x in (k, v))
 
     def attend() -> Tensor:
         rotated = turn(q, cos[-queries:], sin[-queries:])
         rotated_keys = turn(keys, cos, sin) if queries == n else keys
         if not cudnn:
-            return F.scaled_dot_product_attention(rotated, rotated_keys, values, is_causal=causal)
+            return F.scaled_dot_product_attention(
+                rotated, rotated_keys, values, is_causal=causal, enable_gqa=groups > 1
+            )
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(rotated, rotated_keys, values, is_causal=causal)
 

@@ -8,6 +8,7 @@ whose name says nothing of switches has their defaults.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,9 @@ def cpu(size: Sizes) -> Iterator[Job]:
         for method in branched(near)[0::2]:
             shape, pairs = make_shape(size, n), count_pairs(n, n)
             case = Case("cpu", method.name, method.recipe, shape, pairs, MAX_CPU_RATIO, partial(rope_sdpa, size))
+            yield from _list_jobs(size, case)
+            shape, name = Shape(1, 9, 3, n, n, 64), f"{method.name}, 9/3 heads of 64"  # of SmolLM2-135M
+            case = replace(case, method=name, shape=shape)
             yield from _list_jobs(size, case)
     lengths = tuple(size.long * part // 4 for part in range(1, 5))
     rows = make_shape(size, lengths[-1])._replace(batch=len(lengths)), make_shape(size, sum(lengths))
