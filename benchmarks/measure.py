@@ -104,7 +104,7 @@ class Job:
 
 
 def times(functions: Sequence[Call], size: Sizes) -> list[float]:
-    """Median milliseconds of each function, warm, all taking turns; as many turns as fit into the time there is."""
+    """Milliseconds of each function, warm, all taking turns; as many turns as fit into the time there is."""
     turns = gpu_times if size.device == "cuda" else cpu_times
     once = sum(turns(functions, 1, 1))
     repeats = max(size.least, min(30, int(1000 * size.seconds / once)))
@@ -134,17 +134,23 @@ def gpu_times(functions: Sequence[Call], repeats: int = 20, warm: int = 3) -> li
 
 
 def cpu_times(functions: Sequence[Call], repeats: int = 5, warm: int = 1) -> list[float]:
-    """Median milliseconds of each function, warm, all taking turns."""
+    """Milliseconds of each function, warm, all taking turns: means over the middle half of turns, by their length.
+
+    Processors change their pace: times of one turn belong together, medians of each function may not.
+    """
     for function in functions:
         for _ in range(warm):
             function()
-    taken: list[list[float]] = [[] for _ in functions]
+    turns: list[list[float]] = []
     for _ in range(repeats):
-        for function, into in zip(functions, taken, strict=True):
+        turn = []
+        for function in functions:
             start = time.perf_counter()
             function()
-            into.append((time.perf_counter() - start) * 1000)
-    return [statistics.median(each) for each in taken]
+            turn.append((time.perf_counter() - start) * 1000)
+        turns.append(turn)
+    middle = sorted(turns, key=sum)[repeats // 4 : repeats - repeats // 4]
+    return [statistics.fmean(each) for each in zip(*middle, strict=True)]
 
 
 def once(function: Call, warm: bool) -> tuple[float, int | None, object]:
