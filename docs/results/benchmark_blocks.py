@@ -33,6 +33,8 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-18-cpu-others.json": (),
     "2026-11-18-h200-others.json": (),
     "2026-11-19-cpu.json": (),
+    "2026-11-19-cpu-1.json": (),
+    "2026-11-19-cpu-2.json": (),
     "2026-11-19-h200-first.json": (),
     "2026-11-19-h200-others.json": (),
     "2026-11-19-h200-decoding.json": (),
