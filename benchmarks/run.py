@@ -4,10 +4,10 @@
 
 On a GPU bf16, batch 1, 32 heads, d = 128, causal; on a CPU fp32, 4 heads, d = 64 and short lengths,
 with targets for the group `cpu` alone.
-Times are medians of warm calls, every method taking turns with its baseline, so that a clock that drifts moves both
-sides of a ratio. "cold" is a call whose geometry is built anew. "of peak" is the least time that the card's data sheet
-allows, by operations or bytes, divided by the time. "peak MiB" is above inputs and outputs. The file is written anew
-after every row. A row that fails says why, and the rest still runs.
+Times are medians of warm calls, on a CPU means over the middle half of turns, every method taking turns with its
+baseline, so that a clock that drifts moves both sides of a ratio. "cold" is a call whose geometry is built anew. "of
+peak" is the least time that the card's data sheet allows, by operations or bytes, divided by the time. "peak MiB" is
+above inputs and outputs. The file is written anew after every row. A row that fails says why, and the rest still runs.
 """
 
 from __future__ import annotations

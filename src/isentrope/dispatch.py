@@ -213,7 +213,7 @@ def _max_q_elements(call: AttentionCall) -> int:
         most = MAX_BRANCHED_Q_ELEMENTS
     elif branches[0].biased:
         most = MAX_BIASED_Q_ELEMENTS
-    if q.device.type != "cpu" or q.nbytes < MAX_CPU_Q_BYTES:
+    if q.device.type != "cpu" or q.nbytes < MAX_CPU_Q_BYTES or call.dropout is not None or is_transformed():
         return most
     folded = call.rotations or call.normalise or any(branch.tau is not None for branch in branches)
     return min(most, CPU_PART_BYTES * max(2, torch.get_num_threads()) // q.itemsize) if folded else most

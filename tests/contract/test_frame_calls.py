@@ -9,9 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from isentrope import dispatch
+from isentrope.builder import Inputs, build_call
 from isentrope.core import frame_calls
 from isentrope.core.layout import Layout, Rows
 from isentrope.functional import attention
+from isentrope.recipe import as_recipe
 from tests.contract.matrix import Setting
 from tests.contract.test_fast_rows import TEXTS
 from tests.contract.test_unpadding import KINDS, make_layout
@@ -60,6 +62,7 @@ def test_rows_of_their_own_are_the_reference(recipe, kind, causal, counts, monke
 def test_rows_with_earlier_keys_are_the_reference(counts, monkeypatch):
     """A part of a prompt after the first, in rows that are padded on the left."""
     monkeypatch.setattr(frame_calls, "MIN_FRAME_SLOTS", 16)
+    monkeypatch.setattr(frame_calls, "MIN_FULL_FRAME_SLOTS", 16)
     layout = Layout(2, 24, N, torch.device("cpu"), Rows(lengths=torch.tensor([N, 30]), left_padded=True))
     layout.padded_queries_matter = False
     compare(TEXTS[1], layout, Setting(24, N, "left"))
@@ -107,3 +110,46 @@ def test_large_calls_on_a_cpu_take_a_few_heads_at_a_time(recipe, counts, monkeyp
     assert counts["_run_by_heads"] == int(recipe in TEXTS)  # where nothing is rotated, nothing is gained
     for ours, theirs in ((parts, whole), (part_aux.lse, aux.lse), (part_aux.entropy, aux.entropy)):
         assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_what_sees_all_heads_at_once_still_does(counts, monkeypatch):
+    """Dropout draws for all weights, and torch.func may batch some of the tensors alone."""
+    monkeypatch.setattr(dispatch, "MAX_CPU_Q_BYTES", 0)
+    monkeypatch.setattr(dispatch, "CPU_PART_BYTES", 1)
+    q, k, v = Setting(N, N, heads=4, kv_heads=2).tensors(torch.float32)
+    shapes = []
+    with torch.no_grad():
+        attention(q, k, v, "rope", causal=True, dropout=lambda weights: shapes.append(weights.shape) or weights)
+        many = torch.vmap(lambda k: attention(q, k, v, "rope", causal=True))(torch.stack((k, 2 * k)))
+        assert counts == Counter()
+        one = attention(q, 2 * k, v, "rope", causal=True)
+    assert shapes == [(2, 4, N, N)]
+    assert counts["_run_by_heads"] == 1
+    assert_close(many[1], one)
+
+
+def test_branches_of_a_row_share_rotated_keys(monkeypatch):
+    """Near, middle and far chunks of Dual Chunk have the same angles of keys, which are rotated once."""
+    monkeypatch.setattr(frame_calls, "MIN_FRAME_SLOTS", 16)
+    layout, parts, run = make_layout("left", n=N), [], dispatch._run
+    monkeypatch.setattr(dispatch, "_run", lambda call, *args: parts.append(call) or run(call, *args))
+    q = torch.randn(2, 1, N, 16)
+    with torch.no_grad():
+        attention(q, q, q, "dualchunk:chunk=8,local=2", causal=True, layout=layout)
+    assert len(parts) == 2
+    for part in parts:
+        first, *others = part.branches
+        assert others
+        assert all(first.rotates_keys_like(other) for other in others)
+
+
+@pytest.mark.parametrize(("lengths", "split"), [((40, 20), True), ((40, 39), False), ((20, 20), True)])
+def test_rows_with_little_padding_are_split_where_they_are_long(lengths, split, monkeypatch):
+    monkeypatch.setattr(frame_calls, "MIN_FRAME_SLOTS", 32)
+    monkeypatch.setattr(frame_calls, "MIN_FULL_FRAME_SLOTS", 64)
+    layout = Layout(2, 40, 40, torch.device("cpu"), Rows(lengths=torch.tensor(lengths)))
+    layout.padded_queries_matter = False
+    q = torch.randn(2, 1, 40, 16)
+    with torch.no_grad():
+        call = build_call(Inputs(q, q, q, causal=True, layout=layout), as_recipe("rope").resolve())
+        assert frame_calls.is_better_split(call) == split

@@ -16,6 +16,7 @@ from isentrope.core.call import FoldedBranch
 from isentrope.core.dtypes import accumulation_dtype
 
 aten = torch.ops.aten
+MIN_ROW_QUERIES = 64  # of a triangle in each row of a batch, for a call of its own
 
 
 class Operands(NamedTuple):
@@ -28,7 +29,10 @@ class Operands(NamedTuple):
 
 
 class TilePart(NamedTuple):
-    """Outputs of a tile, or of one row of it, and what arranges (batch, heads, queries of the tile, …) as they are."""
+    """Outputs of a tile, or of one row of it, as a kernel arranged them.
+
+    arrange: returns a view of a tensor (batch, heads, queries of the tile, …) in the shape of these outputs.
+    """
 
     arrange: Callable[[Tensor], Tensor]
     out: Tensor
@@ -59,7 +63,7 @@ def forward_tiles(branch: FoldedBranch, operands: Operands, tiles: list[BandTile
     out, lse = make(*shape, size), torch.full(shape, -inf, dtype=accumulation_dtype(q), device=q.device)
     for tile in tiles:
         o, total = (x[tile.batch, :, tile.first - begin : tile.last - begin] for x in (out, lse))
-        for part in _forward(tile, operands, _make_mask(tile, branch, branch.groups)):
+        for part in _forward(tile, operands, _make_mask(tile, branch)):
             if tile.adds:
                 merge_into(part.arrange(o), part.arrange(total), part.out[..., :size], part.lse)
             else:
@@ -112,19 +116,23 @@ def _expand(mask: Tensor | None, q: Tensor) -> Tensor | None:
 def _forward(tile: BandTile, operands: Operands, mask: Tensor | None) -> Iterator[TilePart]:
     """Yield the outputs of a tile: of all its rows, or one row after the other.
 
-    Heads that share keys are rows of one product, or in triangles see views of their keys: nothing is repeated.
+    Heads that share keys are rows of one product, or in triangles see views of their keys, which are repeated for
+    short rows alone.
     """
     q, k, v = (x[tile.batch] for x in operands[:3])
     heads, scale = (k.shape[1], q.shape[1] // k.shape[1]), operands.scale
+    causal = tile.kind in ("lower", "upper")
+    mask = mask if mask is None or heads[1] == 1 else mask.repeat(heads[1], 1)
     if tile.repeats > 1:
         for row, tensors in enumerate(zip(q, k, v, strict=True)):
             groups = _attend_groups(tile, heads, tensors, mask, scale)
             yield TilePart(partial(_take_groups, row, heads, tile), *groups)
         return
-    flip, causal = tile.kind == "upper", tile.kind in ("lower", "upper")
+    flip = tile.kind == "upper"
     q = _take(q, slice(tile.first, tile.last), flip)
     k, v = (_take(x, slice(tile.begin, tile.begin + tile.columns), flip) for x in (k, v))
-    if heads[1] == 1:
+    if heads[1] == 1 or (causal and len(q) > 1 and tile.rows < MIN_ROW_QUERIES):
+        k, v = (x if heads[1] == 1 else x.repeat_interleave(heads[1], 1) for x in (k, v))
         out, lse = _attend(q, k, v, mask, scale, causal)
         yield TilePart(_keep, *((out.flip(2), lse.flip(2)) if flip else (out, lse)))
     elif not causal:
@@ -179,8 +187,8 @@ def _view_groups(x: Tensor, first: int, size: int, tile: BandTile) -> Tensor:
     return x[:, first:last].unfold(1, size, tile.rows).permute(1, 0, 3, 2)
 
 
-def _make_mask(tile: BandTile, branch: FoldedBranch, copies: int = 1) -> Tensor | None:
-    """Return 0 where query r of a group sees a key, and -inf elsewhere, (copies · rows, columns); None if all do."""
+def _make_mask(tile: BandTile, branch: FoldedBranch) -> Tensor | None:
+    """Return 0 where query r of a group sees a key, and -inf elsewhere, (rows, columns); None without a band."""
     if tile.kind != "band":
         return None
     dtype, device = branch.q.dtype, branch.q.device
@@ -188,6 +196,6 @@ def _make_mask(tile: BandTile, branch: FoldedBranch, copies: int = 1) -> Tensor 
     def make() -> Tensor:
         ahead = torch.arange(tile.columns, device=device) - torch.arange(tile.rows, device=device)[:, None] + tile.lead
         hidden = (ahead < 0) | (ahead >= tile.width)
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -inf).repeat(copies, 1)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -inf)
 
-    return branch.layout.cached(("band mask", tile.rows, tile.columns, tile.width, tile.lead, copies, dtype), make)
+    return branch.layout.cached(("band mask", tile.rows, tile.columns, tile.width, tile.lead, dtype), make)

@@ -73,7 +73,8 @@ def find_band_tiles(region: Region, layout: Layout, sharing: int = 1) -> list[Ba
         if not readable or layout.queries <= MAX_MASKED_QUERIES:
             return None
     sizes = choose_group_sizes(sharing)
-    return layout.cached(("band tiles", region, sizes), lambda: _cut_region(region, layout, sizes))
+    key = "band tiles", region, sizes, layout.padded_queries_matter
+    return layout.cached(key, lambda: _cut_region(region, layout, sizes))
 
 
 def choose_group_sizes(sharing: int = 1) -> GroupSizes:

@@ -1,8 +1,8 @@
-"""Padded rows and packed documents as calls of their own, over tokens alone."""
+"""Rows without their padding, and packed documents, as calls of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,10 @@ from isentrope.core.layout import Layout, get_layout
 from isentrope.core.region import Region
 from isentrope.core.rotation import is_transformed
 
-MIN_FRAME_SLOTS = 256  # of queries, on average: a call of its own costs more than it saves with less
+MIN_PADDING = 0.1  # of all slots
+# Slots of queries, on average, with at least so much padding and with less: a call of its own costs more than it saves
+# below.
+MIN_FRAME_SLOTS, MIN_FULL_FRAME_SLOTS = 256, 1024
 
 
 class Frame(NamedTuple):
@@ -77,23 +80,31 @@ def _list_frames(layout: Layout, padding: bool) -> list[Frame]:
 
 
 def is_better_split(call: AttentionCall) -> bool:
-    """Return whether padded rows, whose padding nobody reads, are better computed one after another on a CPU.
+    """Return whether the rows of a call are better computed one after another: on a CPU, if nobody reads padding.
 
     Kernels may skip padding, but what rotates vectors does not, and tensors of all rows together do not fit caches.
     """
     layout = call.layout
     if type(layout) is not Layout or not layout.padded or layout.padded_queries_matter or not layout.implicit:
         return False
-    if call.q.device.type != "cpu" or call.needs_grad or not values_are_readable(call.q) or is_transformed():
+    if call.q.device.type != "cpu" or layout.batch * layout.queries < MIN_FRAME_SLOTS:
+        return False
+    if call.needs_grad or not values_are_readable(call.q) or is_transformed():
         return False
     return layout.cached("better split", lambda: _is_better_split(layout))
 
 
 def _is_better_split(layout: Layout) -> bool:
-    frames = list_frames(layout, False)
-    if len(frames) * MIN_FRAME_SLOTS > layout.batch * layout.queries:
+    frames, slots = list_frames(layout, False), layout.batch * layout.queries
+    tokens = sum(_count_rows(frame, layout) * (frame.last - frame.first) for frame in frames)
+    least = MIN_FRAME_SLOTS if tokens <= (1 - MIN_PADDING) * slots else MIN_FULL_FRAME_SLOTS
+    if len(frames) * least > slots:
         return False
     return all(frame.origin == frame.begin and frame.end == frame.last + frame.offset for frame in frames)
+
+
+def _count_rows(frame: Frame, layout: Layout) -> int:
+    return len(range(*frame.rows.indices(layout.batch)))
 
 
 def split_frames(call: AttentionCall) -> Iterator[FrameCall]:
@@ -123,26 +134,30 @@ def _take_branches(call: AttentionCall, frames: list[Frame]) -> list[list[Rotate
 
 def _take_frame_branches(call: AttentionCall, frame: Frame) -> list[RotatedBranch]:
     queries, keys = slice(frame.first, frame.last), slice(frame.begin, frame.last + frame.offset)
-    rows = len(range(*frame.rows.indices(call.layout.batch)))
+    rows = _count_rows(frame, call.layout)
     layout = get_layout(rows, queries.stop - queries.start, keys.stop - keys.start, call.q.device)
+    done: dict[tuple[int, int, int], Tensor] = {}  # branches that share angles share the parts too
+
+    def take(x: Tensor | None, part: slice) -> Any:
+        if x is None:
+            return None
+        place = id(x), part.start, part.stop
+        if place not in done:
+            own = x if x.shape[0] == 1 else x[frame.rows]
+            done[place] = own if x.shape[2] == 1 else own[:, :, part]
+        return done[place]
+
     branches = []
     for branch in call.branches:
         region = layout.simplify(branch.region)
         if region.spans:
-            query_angles = _take(branch.query_angles, frame.rows, queries)
-            key_angles = _take(branch.key_angles, frame.rows, keys)
-            tau, offset = (
-                None if x is None else _take((x,), frame.rows, queries)[0] for x in (branch.tau, branch.offset)
+            changed = replace(
+                branch,
+                region=region,
+                query_angles=branch.query_angles and tuple(take(x, queries) for x in branch.query_angles),
+                key_angles=branch.key_angles and tuple(take(x, keys) for x in branch.key_angles),
+                tau=take(branch.tau, queries),
+                offset=take(branch.offset, queries),
             )
-            branches.append(
-                replace(branch, region=region, query_angles=query_angles, key_angles=key_angles, tau=tau, offset=offset)
-            )
+            branches.append(changed)
     return branches or [replace(call.branches[0], region=Region(()))]
-
-
-def _take(tensors: Sequence[Tensor] | None, rows: slice, part: slice) -> Any:
-    """Return rows and a part of tensors (batch or 1, …, length or 1 in the third place)."""
-    if tensors is None:
-        return None
-    taken = (x if x.shape[0] == 1 else x[rows] for x in tensors)
-    return tuple(x if x.shape[2] == 1 else x[:, :, part] for x in taken)
