@@ -81,12 +81,10 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
             if chosen is not None:
                 return Result(chosen[0], chosen[1] if need_lse else None, None, BLOCKS.name)
         call = choose_blocks(call)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _run(call, backend, need_lse, need_entropy)
-    if is_better_split(call) and choose_backend(call, backend, need_entropy) is SDPA:
+    if call.layout.padded and is_better_split(call) and choose_backend(call, backend, need_entropy) is SDPA:
         return Result(*_run_frames(call, backend, need_lse, need_entropy), SDPA.name)
     max_elements = _max_q_elements(call)
-    if call.q.numel() <= max_elements:
+    if call.q.numel() <= max_elements or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _run(call, backend, need_lse, need_entropy)
     if backend in (AUTO, BAND.name, BLOCKS.name) and not need_entropy and BAND.computes_all(call):
         return _run(call, backend, need_lse, need_entropy)
@@ -213,7 +211,9 @@ def _max_q_elements(call: AttentionCall) -> int:
         most = MAX_BRANCHED_Q_ELEMENTS
     elif branches[0].biased:
         most = MAX_BIASED_Q_ELEMENTS
-    if q.device.type != "cpu" or q.nbytes < MAX_CPU_Q_BYTES or call.dropout is not None or is_transformed():
+    if q.device.type != "cpu" or torch.compiler.is_compiling() or q.nbytes < MAX_CPU_Q_BYTES:
+        return most
+    if call.dropout is not None or is_transformed():
         return most
     folded = call.rotations or call.normalise or any(branch.tau is not None for branch in branches)
     return min(most, CPU_PART_BYTES * max(2, torch.get_num_threads()) // q.itemsize) if folded else most

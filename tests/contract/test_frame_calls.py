@@ -76,8 +76,7 @@ def test_rows_are_not_split_where_it_would_change_or_slow_something(counts, monk
         monkeypatch.setattr(frame_calls, "MIN_FRAME_SLOTS", least)
         layout = Layout(2, 64, 64, torch.device("cpu"), Rows(lengths=torch.tensor([64, 20])))
         layout.padded_queries_matter = matter
-        with torch.set_grad_enabled(grad):
-            attention(q, q, q, TEXTS[1], causal=True, layout=layout, backend=backend)
+        attention(q.requires_grad_(grad), q, q, TEXTS[1], causal=True, layout=layout, backend=backend)
         return counts["_run_frames"]
 
     assert run(matter=True) == run(grad=True) == run(least=65) == run(backend="dense") == 0

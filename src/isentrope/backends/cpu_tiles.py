@@ -88,8 +88,8 @@ def backward_tiles(
         for part in _split(tile):
             rows, columns = slice(part.first, part.last), slice(part.begin, part.begin + part.columns)
             flip = part.kind == "upper"
-            q, grad, out, lse = (_take(x[some], rows, flip) for x in (operands.q, *outputs))
-            k, v = (_take(x[some], columns, flip) for x in operands[1:3])
+            q, grad, out, lse = (_take(x, some, rows, flip) for x in (operands.q, *outputs))
+            k, v = (_take(x, some, columns, flip) for x in operands[1:3])
             gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse.contiguous(), 0.0, part.kind in ("lower", "upper"),
                 attn_mask=_expand(mask, q), scale=operands.scale,
@@ -105,8 +105,8 @@ def _split(tile: BandTile) -> Iterator[BandTile]:
         yield tile._replace(first=tile.first + step, begin=tile.begin + step, repeats=1)
 
 
-def _take(x: Tensor, part: slice, flip: bool) -> Tensor:
-    return x[:, :, part].flip(2) if flip else x[:, :, part]
+def _take(x: Tensor, some: slice, part: slice, flip: bool) -> Tensor:
+    return x[some, :, part].flip(2) if flip else x[some, :, part]
 
 
 def _expand(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -119,18 +119,18 @@ def _forward(tile: BandTile, operands: Operands, mask: Tensor | None) -> Iterato
     Heads that share keys are rows of one product, or in triangles see views of their keys, which are repeated for
     short rows alone.
     """
-    q, k, v = (x[tile.batch] for x in operands[:3])
-    heads, scale = (k.shape[1], q.shape[1] // k.shape[1]), operands.scale
+    key_heads, scale = operands.k.shape[1], operands.scale
+    heads = key_heads, operands.q.shape[1] // key_heads  # and how many share each
     causal = tile.kind in ("lower", "upper")
     mask = mask if mask is None or heads[1] == 1 else mask.repeat(heads[1], 1)
     if tile.repeats > 1:
-        for row, tensors in enumerate(zip(q, k, v, strict=True)):
-            groups = _attend_groups(tile, heads, tensors, mask, scale)
-            yield TilePart(partial(_take_groups, row, heads, tile), *groups)
+        for place, row in enumerate(range(*tile.batch.indices(operands.q.shape[0]))):
+            outputs = _attend_groups(tile, operands, row, heads, mask)
+            yield TilePart(partial(_take_groups, place, heads, tile), *outputs)
         return
     flip = tile.kind == "upper"
-    q = _take(q, slice(tile.first, tile.last), flip)
-    k, v = (_take(x, slice(tile.begin, tile.begin + tile.columns), flip) for x in (k, v))
+    q = _take(operands.q, tile.batch, slice(tile.first, tile.last), flip)
+    k, v = (_take(x, tile.batch, slice(tile.begin, tile.begin + tile.columns), flip) for x in operands[1:3])
     if heads[1] == 1 or (causal and len(q) > 1 and tile.rows < MIN_ROW_QUERIES):
         k, v = (x if heads[1] == 1 else x.repeat_interleave(heads[1], 1) for x in (k, v))
         out, lse = _attend(q, k, v, mask, scale, causal)
@@ -146,12 +146,14 @@ def _forward(tile: BandTile, operands: Operands, mask: Tensor | None) -> Iterato
 
 
 def _attend_groups(
-    tile: BandTile, heads: tuple[int, int], tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
+    tile: BandTile, operands: Operands, row: int, heads: tuple[int, int], mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the groups of a band in one row of the batch, as a batch of views that share keys."""
-    q = _view_groups(tensors[0], tile.first, tile.rows, tile)
-    k, v = (_view_groups(x, tile.begin, tile.columns, tile) for x in tensors[1:])
-    out, lse = _attend(q.unflatten(1, heads).flatten(2, 3), k, v, mask, scale)
+    q = _view_groups(operands.q[row], tile.first, tile.rows, tile)
+    k, v = (_view_groups(x[row], tile.begin, tile.columns, tile) for x in operands[1:3])
+    if heads[1] == 1:
+        return _attend(q, k, v, mask, operands.scale)
+    out, lse = _attend(q.unflatten(1, heads).flatten(2, 3), k, v, mask, operands.scale)
     return out.unflatten(2, (heads[1], tile.rows)), lse.unflatten(2, (heads[1], tile.rows))
 
 
@@ -177,8 +179,12 @@ def _take_row(row: int, heads: tuple[int, int], x: Tensor) -> Tensor:
 
 
 def _take_groups(row: int, heads: tuple[int, int], tile: BandTile, x: Tensor) -> Tensor:
-    """Return a row of x (batch, heads, queries, …) as (groups, key heads, heads that share one, queries, …)."""
-    return x[row].unflatten(1, (tile.repeats, tile.rows)).unflatten(0, heads).movedim(2, 0)
+    """Return a row of x (batch, heads, queries, …) as (groups, key heads, heads that share one, queries, …).
+
+    Without the third where each has its own.
+    """
+    groups = x[row].unflatten(1, (tile.repeats, tile.rows))
+    return groups.transpose(0, 1) if heads[1] == 1 else groups.unflatten(0, heads).movedim(2, 0)
 
 
 def _view_groups(x: Tensor, first: int, size: int, tile: BandTile) -> Tensor:
