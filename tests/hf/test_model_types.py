@@ -123,14 +123,14 @@ def test_a_norm_after_the_rotation_is_seen_before_it_is_trained(name):
     "name", ["deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "glm4_moe_lite", "longcat_flash", "youtu"]
 )
 def test_rotation_of_the_last_entries_of_a_head(name):
-    found = model_types.examine(name)
-    assert found.rotated and not found.wrong
+    result = model_types.examine(name)
+    assert result.rotated and not result.wrong
 
 
 def test_rotation_backwards():
     """nanochat turns pairs the other way round, and scales queries and keys to one length after that."""
-    found = model_types.examine("nanochat")
-    assert found.rotated and not found.wrong
+    result = model_types.examine("nanochat")
+    assert result.rotated and not result.wrong
     model, ids = model_of("nanochat").double(), ids_of(60)
     with dense(Family("nanochat", backwards=True), copy.deepcopy(model), Dense(rerope(16))) as oracle:
         expected = output(oracle, ids)
@@ -140,8 +140,8 @@ def test_rotation_backwards():
 
 @pytest.mark.parametrize("name", ["minimax", "olmo_hybrid", "bailing_hybrid", "kimi_linear"])
 def test_layers_of_linear_attention_stay_as_they_are(name):
-    found = model_types.examine(name)
-    assert found.outcome == "extended" and not found.wrong
+    result = model_types.examine(name)
+    assert result.outcome == "extended" and not result.wrong
     types = model_of(name).config.layer_types
     layers = ise.describe(ise.extend(model_of(name), "infoscale:train_length=16")).layers
     assert [layer.index for layer in layers] == [i for i, kind in enumerate(types) if kind == "full_attention"]
