@@ -117,8 +117,11 @@ def _time_call(recipe: str, n: int, heads: int, head_size: int, batch: int, caus
 
 def _measure_compilation(recipe: str, n: int) -> Row:
     """What torch.compile takes for one more layer of an extended model, with nothing in its caches before."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain, ours = _run("measure_layers", folder, [None, recipe], LAYERS, n)
+    found = []
+    for each in (None, recipe):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(_run("measure_layers", folder, each, LAYERS, n))
+    plain, ours = found
     note = f"{plain:.0f} ms for a layer of the plain model"
     if not torch.cuda.is_available():
         note += "; traced alone, no code generated"
@@ -126,38 +129,40 @@ def _measure_compilation(recipe: str, n: int) -> Row:
             "target": 1.0, "plain_ms": plain, "note": note}  # fmt: skip
 
 
-def measure_layers(recipes: list[str | None], layers: tuple[int, int, int], n: int) -> list[float]:
-    """Return milliseconds of torch.compile for one more layer, by recipe; None is the plain model."""
+def measure_layers(recipe: str | None, layers: tuple[int, int, int], n: int) -> float:
+    """Return milliseconds of torch.compile for one more layer of a model; without a recipe it is the plain model."""
     from dataclasses import replace
 
     from measure import sizes
     from models import random_model
 
     size, backend = sizes(), "inductor" if torch.cuda.is_available() else "eager"
-    found = []
-    for recipe in recipes:
-        taken = []
-        for count in layers:
-            torch._dynamo.reset()
-            model = random_model(replace(size, decoder_layers=count)).eval()
-            if recipe is not None:
-                ise.extend(model, recipe)
-            compiled = torch.compile(model, backend=backend)
-            ids = torch.randint(10, model.config.vocab_size, (1, n), device=model.device)
-            start = time.perf_counter()
-            with torch.no_grad():
-                compiled(input_ids=ids, use_cache=False, logits_to_keep=1)
-            torch.cuda.synchronize() if torch.cuda.is_available() else None
-            taken.append((time.perf_counter() - start) * 1000)
-        found.append((taken[2] - taken[1]) / (layers[2] - layers[1]))
-    return found
+    taken = []
+    for count in layers:
+        torch._dynamo.reset()
+        model = random_model(replace(size, decoder_layers=count)).eval()
+        if recipe is not None:
+            ise.extend(model, recipe)
+        compiled = torch.compile(model, backend=backend)
+        ids = torch.randint(10, model.config.vocab_size, (1, n), device=model.device)
+        start = time.perf_counter()
+        with torch.no_grad():
+            compiled(input_ids=ids, use_cache=False, logits_to_keep=1)
+        torch.cuda.synchronize() if torch.cuda.is_available() else None
+        taken.append((time.perf_counter() - start) * 1000)
+        print(f"{count} layers: {taken[-1]:.0f} ms", file=sys.stderr, flush=True)
+    return (taken[2] - taken[1]) / (layers[2] - layers[1])
 
 
 def _run(function: str, folder: str, *arguments: Any) -> Any:
     """Call a function of this module in a process whose compiled kernels are kept in a folder."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": str(Path(folder, "triton"))}
     command = [sys.executable, str(Path(__file__).resolve()), function, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=MAX_SECONDS)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=MAX_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode().strip().splitlines()
+        raise RuntimeError(f"stopped after {MAX_SECONDS:g} s" + "".join(f"; {line}" for line in said[-3:])) from None
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
     return json.loads(done.stdout.splitlines()[-1])

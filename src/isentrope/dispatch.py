@@ -224,7 +224,7 @@ def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> 
     if backend.computes_padding and is_on(PACKED_PADDING) and (tokens := find_tokens(call)) is not None:
         packed = pack_call(call, tokens)
         if backend.refusal(packed) is None:
-            return _run_packed(packed, tokens, call, name, need_lse, need_entropy)
+            return _run_packed(packed, tokens, name, need_lse, need_entropy)
     if backend.reads_padding:
         call = blank_padding(call)
     call = set_entropy_tau(backend, call)
@@ -240,14 +240,12 @@ def _run(call: AttentionCall, name: str, need_lse: bool, need_entropy: bool) -> 
     return Result(out, lse if need_lse else None, entropy, backend.name)
 
 
-def _run_packed(
-    packed: AttentionCall, tokens: Tokens, call: AttentionCall, name: str, need_lse: bool, need_entropy: bool
-) -> Result:
-    """Run the padded rows of a call as one packed row."""
-    result, size = _run(packed, name, need_lse, need_entropy), (call.q.shape[0], call.q.shape[2])
-    lse = None if result.lse is None else tokens.spread(result.lse, *size, -torch.inf)
-    entropy = None if result.entropy is None else tokens.spread(result.entropy, *size)
-    return Result(tokens.spread(result.out, *size), lse, entropy, result.backend)
+def _run_packed(packed: AttentionCall, tokens: Tokens, name: str, need_lse: bool, need_entropy: bool) -> Result:
+    """Run the tokens of padded rows as one packed row."""
+    result = _run(packed, name, need_lse, need_entropy)
+    lse = None if result.lse is None else tokens.spread(result.lse, -torch.inf)
+    entropy = None if result.entropy is None else tokens.spread(result.entropy)
+    return Result(tokens.spread(result.out), lse, entropy, result.backend)
 
 
 def _run_frames(

@@ -76,7 +76,7 @@ def test_splits_of_decoding_fill_the_multiprocessors():
         1,
         1,
     ]
-    assert [fit_angles(SERVER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [128, 64, 32, 32]
+    assert [fit_angles(SERVER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [128, 32, 32, 32]
     assert [fit_angles(CONSUMER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [64, 32, 32, 16]
     assert all(fit_angles(blocks, 2) == blocks.vectors for blocks in SERVER_BLOCKS.values())
     assert count_splits(8, 128, 264) == 32 and count_splits(24, 128, 264) == 11  # 256 and 264 programs of 264

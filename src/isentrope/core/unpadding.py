@@ -20,20 +20,23 @@ MAX_TOKENS = 1 << 18  # whose table of blocks is squared
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of padded rows are, (tokens,) each, and the layout of a packed row of them."""
+    """The slot of each token among those of all padded rows, (tokens,), and the layout of a packed row of them.
 
-    row: Tensor
+    order: the token of each slot of each row, (batch, slots); of padding, one past the last.
+    """
+
     slot: Tensor
+    order: Tensor
     layout: Layout
 
     def pack(self, x: Tensor) -> Tensor:
         """Return x (batch, heads, slots, …) without padding, (1, heads, tokens, …)."""
-        packed: Tensor = _Pack.apply(x, self.row, self.slot)
+        packed: Tensor = _Pack.apply(x, self.slot, self.order)
         return packed
 
-    def spread(self, x: Tensor, batch: int, slots: int, padding: float = 0.0) -> Tensor:
+    def spread(self, x: Tensor, padding: float = 0.0) -> Tensor:
         """Return x (1, heads, tokens, …) with a value at padding, (batch, heads, slots, …)."""
-        spread: Tensor = _Spread.apply(x, self.row, self.slot, batch, slots, padding)
+        spread: Tensor = _Spread.apply(x, self.slot, self.order, padding)
         return spread
 
 
@@ -56,7 +59,10 @@ def _find_tokens(layout: Layout) -> Tokens | None:
     if bool((low != origin).any() | (layout.own_slot != layout.slots).any()):  # a cache has dropped keys
         return None
     documents = row * layout.keys + low[row, slot]
-    return Tokens(row, slot, Layout(1, len(row), len(row), layout.device, Rows(documents=documents[None])))
+    order = row.new_full(size, len(row))
+    order[row, slot] = torch.arange(len(row), device=row.device)
+    packed = Layout(1, len(row), len(row), layout.device, Rows(documents=documents[None]))
+    return Tokens(row * layout.keys + slot, order, packed)
 
 
 def pack_call(call: AttentionCall, tokens: Tokens) -> AttentionCall:
@@ -97,36 +103,38 @@ def _pack_branches(branches: list[RotatedBranch], size: tuple[int, int], tokens:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(row, slot)
-        ctx.size = x.shape[0], x.shape[2]
-        return _pack(x, row, slot)
+    def forward(ctx: Any, x: Tensor, slot: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(slot, order)
+        return _pack(x, slot)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        row, slot = ctx.saved_tensors
-        return _spread(grad, row, slot, *ctx.size), None, None
+        return _spread(grad, ctx.saved_tensors[1]), None, None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Tensor, slot: Tensor, batch: int, slots: int, padding: float) -> Tensor:
-        ctx.save_for_backward(row, slot)
-        return _spread(x, row, slot, batch, slots, padding)
+    def forward(ctx: Any, x: Tensor, slot: Tensor, order: Tensor, padding: float) -> Tensor:
+        ctx.save_for_backward(slot, order)
+        return _spread(x, order, padding)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _pack(grad, *ctx.saved_tensors), None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _pack(grad, ctx.saved_tensors[0]), None, None, None
 
 
-def _pack(x: Tensor, row: Tensor, slot: Tensor) -> Tensor:
-    return x.transpose(1, 2)[row, slot].transpose(0, 1)[None]
+# Whole tokens by one index in the first dimension: on a GPU PyTorch copies them 16 bytes at a time, and two indices or
+# an assignment element by element.
 
 
-def _spread(x: Tensor, row: Tensor, slot: Tensor, batch: int, slots: int, padding: float = 0.0) -> Tensor:
+def _pack(x: Tensor, slot: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]
+
+
+def _spread(x: Tensor, order: Tensor, padding: float = 0.0) -> Tensor:
     """Unlike autograd's own, this adds nothing: no token is there twice."""
-    out = x.new_full((batch, slots, x.shape[1], *x.shape[3:]), padding)
-    out[row, slot] = x[0].transpose(0, 1)
-    return out.transpose(1, 2)
+    tokens = x[0].transpose(0, 1)
+    rows = torch.cat((tokens, tokens.new_full((1, *tokens.shape[1:]), padding)))[order.flatten()]
+    return rows.unflatten(0, order.shape).transpose(1, 2)
