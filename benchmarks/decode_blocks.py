@@ -27,7 +27,7 @@ from isentrope.core.compile import can_run_triton
 # two or three blocks in shared memory, one to four programs that share it
 SHAPES = {
     32: "256x3x4x2,256x2x4x3,512x3x4x1",
-    64: "64x4x2x4,128x3x4x2,128x3x4x3,128x4x4x2,256x3x8x1",
+    64: "128x3x4x2,128x3x4x3,64x3x2x4,64x4x2x4,256x3x8x1",
     128: "64x2x4x3,64x3x4x2,128x3x4x1,128x2x4x2",
     256: "64x3x4x1,32x3x4x1,32x2x4x2",
 }

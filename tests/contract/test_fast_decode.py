@@ -65,6 +65,7 @@ def test_splits_of_decoding_fill_the_multiprocessors():
         CONSUMER_BLOCKS,
         SERVER_BLOCKS,
         count_splits,
+        divide_block,
         fit_angles,
         share_heads,
     )
@@ -76,9 +77,12 @@ def test_splits_of_decoding_fill_the_multiprocessors():
         1,
         1,
     ]
-    assert [fit_angles(SERVER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [128, 32, 32, 32]
+    assert [fit_angles(SERVER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [128, 64, 32, 32]
     assert [fit_angles(CONSUMER_BLOCKS[d], 1) for d in (32, 64, 128, 256)] == [64, 32, 32, 16]
     assert all(fit_angles(blocks, 2) == blocks.vectors for blocks in SERVER_BLOCKS.values())
+    blocks = SERVER_BLOCKS[64]  # three heads leave a quarter of a block to a third program
+    assert [divide_block(blocks, 128, n) for n in (1, 2, 3, 4)] == [(128, 2), (64, 2), (32, 3), (32, 2)]
+    assert divide_block(SERVER_BLOCKS[256], 32, 3) == (8, 1)
     assert count_splits(8, 128, 264) == 32 and count_splits(24, 128, 264) == 11  # 256 and 264 programs of 264
     assert count_splits(264, 128, 264) == 1 and count_splits(0, 0, 264) == 1
     assert count_splits(1, 3, 264) == 3  # few keys

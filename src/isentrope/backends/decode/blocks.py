@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 # By head size d. A block has vectors · 4d bytes of k and v in 16 bits, and keys · 4d of angles where it rotates. While
 # a multiprocessor reads some blocks, others are on their way: more than its share of 4.8 TB/s times a latency of 1 µs,
 # 36 KB. `benchmarks/decode_blocks.py` times other shapes.
-SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(64, 4, 2, 4), 128: Blocks(64, 2, 4, 3), 256: Blocks(32, 3, 4, 1)}
+SERVER_BLOCKS = {32: Blocks(256, 3, 4, 2), 64: Blocks(128, 3, 4, 2), 128: Blocks(64, 2, 4, 3), 256: Blocks(32, 3, 4, 1)}
 CONSUMER_BLOCKS = {
     32: Blocks(128, 3, 4, 2), 64: Blocks(64, 3, 4, 2), 128: Blocks(32, 3, 4, 2), 256: Blocks(16, 3, 2, 1),
 }  # fmt: skip
@@ -58,6 +58,15 @@ def fit_angles(blocks: Blocks, together: int) -> int:
     """
     enough = blocks.vectors // 2 >= MIN_KEYS_PER_WARP * blocks.warps
     return blocks.vectors // 2 if together == 1 and blocks.programs > 1 and enough else blocks.vectors
+
+
+def divide_block(blocks: Blocks, vectors: int, together: int) -> tuple[int, int]:
+    """Return how many keys a block has, a power of two, and how many programs share a multiprocessor.
+
+    Three heads leave a quarter of the vectors unused, whose room another program takes.
+    """
+    keys = 1 << (vectors // together).bit_length() - 1
+    return keys, blocks.programs + (blocks.programs > 1 and 4 * keys * together <= 3 * vectors)
 
 
 def share_heads(kv_heads: int, groups: int, most: int) -> int:

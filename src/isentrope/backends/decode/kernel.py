@@ -17,6 +17,7 @@ from isentrope.backends.decode.blocks import (
     MIN_ROWS,
     MIN_SPLIT_KEYS,
     count_splits,
+    divide_block,
     find_device_blocks,
     fit_angles,
     share_heads,
@@ -65,12 +66,13 @@ class DecodeLaunch:
         rotated = rotated + [False] * (4 - len(rotated))
         multiprocessors, blocks = find_device_blocks(q)
         own_blocks = blocks[max(size, value_size)]
-        vectors, stages, warps, resident = own_blocks
+        vectors, stages, warps, _ = own_blocks
         if q.element_size() > 2:
             vectors, stages = max(MIN_KEYS, vectors // 2), 2
         together = share_heads(kv_heads, groups, vectors // (MIN_KEYS_PER_WARP * warps))
         if q.element_size() == 2 and (rotated[1] or rotated[3]):
             vectors = fit_angles(own_blocks, together)
+        block, resident = divide_block(own_blocks, vectors, together)
         rows = batch * kv_heads // together
         splits = self.splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
         self.outputs = batch * heads
@@ -94,7 +96,7 @@ class DecodeLaunch:
         )  # fmt: skip
         self.constants = {
             "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
-            "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": 1 << (vectors // together).bit_length() - 1,
+            "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": block,
             "BRANCHES": bounds.shape[1], **{f"TAU{n}": x is not None for n, x in enumerate(taus)},
             **{f"OFFSET{n}": x is not None for n, x in enumerate(offsets)}, "NORMALISE": normalise,
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
