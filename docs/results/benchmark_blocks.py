@@ -17,17 +17,13 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-TARGETS = "2026-11-17-h200-targets-2.json"
+TARGETS = "2026-11-19-h200-targets.json"
 MILLION = "2026-11-17-h200-million.json"
 FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each; all where none is named
     "2026-11-16-h200-8.json": (),
-    "2026-11-16-h200-retrieve.json": (),
     "2026-11-16-h200-share.json": (),
     "2026-11-16-h200-frontier.json": (),
     "2026-11-16-h200-frontier-2.json": (),
-    "2026-11-17-h200-decoding.json": (),
-    TARGETS: (),
-    "2026-11-17-h200-decoding-2.json": (),
     "2026-11-18-h200-share.json": (),
     "2026-11-18-cpu.json": (),
     "2026-11-18-cpu-others.json": (),
@@ -38,6 +34,11 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-19-h200-first.json": (),
     "2026-11-19-h200-others.json": (),
     "2026-11-19-h200-decoding.json": (),
+    "2026-11-19-h200-first-2.json": (),
+    TARGETS: (),
+    "2026-11-19-h200-decoding-2.json": (),
+    "2026-11-19-h200-retrieve.json": (),
+    "2026-11-19-h200-others-2.json": (),
 }
 MISSING = "Not measured yet."
 SWITCHED = ", with"  # or without: in the name of a row whose switches are not the default

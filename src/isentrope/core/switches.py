@@ -30,8 +30,7 @@ SWITCHES = {
     ONE_QUERY: "one query that chooses far keys in two launches",
     PACKED_PADDING: "padded rows as one packed row, where FlexAttention would compute much padding",
 }
-# by benchmarks/results/2026-11-17-h200-targets-2.json: the backward is slower than PyTorch's, pointers are not timed;
-# packed padding by the same tokens packed and padded, in 2026-11-19-h200-rows-targets.json
+# by benchmarks/results/2026-11-19-h200-targets.json: the backward is slower than PyTorch's, pointers are not timed
 DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 
