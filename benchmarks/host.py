@@ -57,6 +57,7 @@ GPU_MODEL_RECIPES = {
     "ReRoPE": "rerope:window=32",
     "ReRoPE + InfoScale": "rerope:window=32+infoscale",
     "ReRoPE + share + far LogN": "rerope:window=32+logn:keys=far+share:beta=0.75",
+    "ReRoPE + retrieve": "rerope:window=32+retrieve:blocks=1,size=16,sinks=16",
 }
 GPU_LAYERS = 2, 8
 GPU_KEYS, GPU_HEAD_SIZE, GPU_CALLS = 256, 32, 15  # so few calls that some repeats run undisturbed

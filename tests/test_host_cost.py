@@ -68,8 +68,9 @@ def test_a_decoded_token_costs_the_host_little_more_than_without_a_recipe(host, 
     plain, rest = (rows["unextended", what] for what in ("token, a layer", "token, the rest"))
     for recipe in list(host.GPU_MODEL_RECIPES)[1:]:
         layer, others = (rows[recipe, what] for what in ("token, a layer", "token, the rest"))
-        assert layer["operations"] - plain["operations"] <= 1
-        assert layer["functions"] - plain["functions"] <= 32
+        operations, functions = (2, 33) if "retrieve" in recipe else (1, 32)  # its kernels count their programs
+        assert layer["operations"] - plain["operations"] <= operations
+        assert layer["functions"] - plain["functions"] <= functions
         assert others["operations"] - rest["operations"] <= 54
         assert others["functions"] - rest["functions"] <= 650
 

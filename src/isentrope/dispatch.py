@@ -93,8 +93,11 @@ def dispatch(call: AttentionCall, backend: str, need_lse: bool, need_entropy: bo
 
 def prepare(call: AttentionCall, backend: str) -> Launch | None:
     """Return a launch for calls that differ from this one in q, k and v alone; None where there is none."""
-    if call.choice is not None or any(branch.entropy_law is not None for branch in call.branches):
+    if any(branch.entropy_law is not None for branch in call.branches):
         return None
+    if call.choice is not None:
+        takes = backend in (AUTO, BLOCKS.name) and call.layout.plain
+        return BLOCKS.prepare(call) if takes else None
     return None if call.q.numel() > _max_q_elements(call) else choose_backend(call, backend).prepare(call)
 
 

@@ -53,7 +53,13 @@ def test_compilations_stay_few_over_changing_lengths():
 
 
 @hopper
-@pytest.mark.parametrize("method", ["rope", "rerope:window=64", "selfextend:window=64,group=8", "rope+window:size=64"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "rope", "rerope:window=64", "selfextend:window=64,group=8", "rope+window:size=64",
+        "rerope:window=64+retrieve:blocks=2,size=16,sinks=16",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("queries", [300, 1])
 def test_a_repeated_launch_gives_the_same_bits_at_any_length_and_alignment(method, queries):
     """A launch like an earlier one is not bound again: one that is, after the caches are cleared, must agree."""

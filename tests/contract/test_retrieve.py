@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import isentrope as ise
 from isentrope import builder
@@ -92,10 +94,35 @@ def test_one_query_interpreted(text, monkeypatch):
 
     monkeypatch.setattr(switches, "_on", frozenset({switches.ONE_QUERY}))
     monkeypatch.setattr(one_query_kernel, "TARGET_PROGRAMS", 12)
-    launched = Mock(wraps=one_query_kernel.launch)
-    monkeypatch.setattr(one_query_kernel, "launch", launched)
+    launched = Mock(wraps=one_query_kernel.OneQueryLaunch)
+    monkeypatch.setattr(one_query_kernel, "OneQueryLaunch", launched)
     check_kernel(text, Setting(1, 175, heads=6, d=32, dv=64), torch.float32, "cpu")
     assert launched.call_count == 1
+
+
+@interprets
+def test_layers_share_a_launch_of_one_query_interpreted(monkeypatch):
+    """Decoded tokens of a model: one launch for all layers, and what a call of each layer gives by itself."""
+    from isentrope.backends.blocks import one_query_kernel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, head_dim=32, vocab_size=32, num_hidden_layers=2, max_position_embeddings=32)
+    recipe = "rerope:window=16+share:beta=0.75,reference=8+retrieve:blocks=2,size=8,sinks=8,queries=1"
+    model, results = LlamaForCausalLM(config).eval(), []
+    ids, cache = torch.randint(32, (2, 52)), DynamicCache(config=config)
+    launched = Mock(wraps=one_query_kernel.OneQueryLaunch)
+    monkeypatch.setattr(one_query_kernel, "OneQueryLaunch", launched)
+    with torch.no_grad():
+        with ise.extended(model, recipe, backend="dense"):
+            model(ids[:, :50], past_key_values=cache)
+        for backend in ("dense", "auto"):
+            mine = copy.deepcopy(cache)
+            with ise.extended(model, recipe, backend=backend):
+                results.append([model(ids[:, n : n + 1], past_key_values=mine).logits for n in (50, 51)])
+    assert launched.call_count == 2  # one a token
+    for expected, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_calls_that_the_kernels_of_one_query_leave(monkeypatch):
@@ -167,8 +194,8 @@ def test_one_query(text, d, dtype, monkeypatch):
     from isentrope.backends.blocks import one_query_kernel
 
     monkeypatch.setattr(switches, "_on", frozenset({switches.ONE_QUERY}))
-    launched = Mock(wraps=one_query_kernel.launch)
-    monkeypatch.setattr(one_query_kernel, "launch", launched)
+    launched = Mock(wraps=one_query_kernel.OneQueryLaunch)
+    monkeypatch.setattr(one_query_kernel, "OneQueryLaunch", launched)
     for setting in (Setting(1, 700, heads=6, d=d, dv=d), Setting(1, 5000, batch=1, heads=6, kv_heads=1, d=d, dv=d)):
         check_kernel(text, setting, dtype, "cuda")
     assert launched.call_count == 2

@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.core import launching
-from isentrope.core.launching import launch_kernel, next_power_of_2
+from isentrope.core.launching import RepeatedLaunch, launch_kernel, next_power_of_2
 
 GRID = (2, 3, 1)
 
@@ -132,6 +132,18 @@ def test_constants_in_another_order_are_refused(bound):
     x = torch.zeros(64)
     with pytest.raises(AssertionError, match="order"):
         launch_kernel(_kernel, GRID, (x, x), (16, 0.5), {"FLAG": True, "SIZE": 8})
+
+
+def test_a_repeated_launch_runs_the_compiled_kernel_with_all_arguments(bound):
+    x, y, fixed = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+    repeated = RepeatedLaunch(_kernel, GRID, (fixed,), (16, 0.5), {"SIZE": 8, "FLAG": True})
+    listed = []
+    for tensor in (x, y, x[1:], y):  # one is not aligned, and bound for itself
+        repeated.run((tensor.data_ptr(),), lambda: listed.append(tensor) or (tensor,))  # noqa: B023
+    assert len(bound) == 2 and [t.data_ptr() for t in listed] == [x.data_ptr(), x[1:].data_ptr()]
+    assert not bound[1].launches
+    rest = (fixed.data_ptr(), 16, 0.5, 8, True)
+    assert bound[0].launches == [(GRID, (y.data_ptr(), *rest))] * 2
 
 
 def test_powers_of_2():

@@ -8,7 +8,7 @@ same compiled kernel, and runs it directly.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -69,6 +69,42 @@ def launch_kernel(
         _known.clear()
     _known[key] = kernel, compiled  # with the kernel, so that no other can have its id
     return compiled
+
+
+class RepeatedLaunch:
+    """Launches that differ in the addresses of their first tensors alone.
+
+    Args:
+        kernel, grid, numbers, constants, options: as `launch_kernel` takes them.
+        tensors: those after the ones that change.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: dict[str, Hashable],
+        options: dict[str, Hashable] | None = None,
+    ) -> None:
+        self.kernel, self.grid, self.tensors = kernel, grid, tensors
+        self.numbers, self.constants, self.options = numbers, constants, options
+        # the compiled kernel, and its arguments after the addresses that change
+        self._direct: tuple[Any, tuple[Any, ...]] | None = None
+
+    def run(self, addresses: tuple[int, ...], list_tensors: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Launch with other tensors first, at these addresses; they are listed where addresses are not enough."""
+        aligned = are_aligned(addresses)
+        if self._direct is not None and aligned:
+            launch, others = self._direct
+            launch(*addresses, *others)
+            return
+        tensors = (*list_tensors(), *self.tensors)
+        kernel = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, self.options)
+        if kernel is not None and aligned:
+            fixed = [x.data_ptr() for x in self.tensors]
+            self._direct = kernel[self.grid], (*fixed, *self.numbers, *self.constants.values())
 
 
 def _make_key(

@@ -14,9 +14,9 @@ from isentrope.backends.band.backend import BandBackend
 from isentrope.backends.blocks.gathered import backward_gathered, forward_gathered
 from isentrope.backends.blocks.one_query import get_plan
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, add_offset, merge
-from isentrope.backends.protocol import TRITON_HEAD_DIMS
+from isentrope.backends.protocol import TRITON_HEAD_DIMS, Launch
 from isentrope.backends.sdpa import SDPABackend
-from isentrope.core.call import AttentionCall, FoldedBranch
+from isentrope.core.call import AttentionCall, FoldedBranch, describe_tensors
 from isentrope.core.compile import can_run_triton
 from isentrope.core.layout import get_layout
 from isentrope.core.region import Region
@@ -54,11 +54,25 @@ class BlocksBackend(BandBackend):
 
     def choose_and_forward(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         """Compute a call whose blocks are not chosen yet, for one query a row; None where no kernel takes it."""
-        if not is_on(ONE_QUERY) or (plan := get_plan(call)) is None:
+        if (launch := self.prepare(call)) is None:
             return None
-        from isentrope.backends.blocks.one_query_kernel import launch
+        q = call.q
+        out, lse = q.new_empty(*q.shape[:3], call.v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+        launch.run(q, call.k, call.v, out, lse)
+        return out, lse
 
-        return launch(call.q, call.k, call.v, call.scale, plan)
+    def prepare(self, call: AttentionCall) -> Launch | None:
+        if call.choice is None or not is_on(ONE_QUERY) or (plan := get_plan(call)) is None:
+            return None
+        q, k, v = call.q, call.k, call.v
+
+        def make() -> Launch:
+            from isentrope.backends.blocks.one_query_kernel import OneQueryLaunch  # Triton may not be installed
+
+            launch: Launch = OneQueryLaunch(q, k, v, call.scale, plan)
+            return launch
+
+        return call.cached(("one query", describe_tensors(q, k, v)), make)
 
     def forward_branches(self, branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
         return SDPABackend.forward_branches(self, branches)  # those of a call with gradients

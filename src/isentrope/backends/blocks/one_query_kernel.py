@@ -16,6 +16,8 @@ from torch import Tensor
 from isentrope.backends.blocks.one_query import OneQueryPlan
 from isentrope.backends.decode.kernel import _compute_scores, _load_angles, _load_queries
 from isentrope.core.compile import device_context
+from isentrope.core.launching import RepeatedLaunch
+from isentrope.core.rotation_kernel import list_strides
 from isentrope.core.tile_shapes import is_server_card
 
 MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 64  # tensor cores take no fewer
@@ -26,61 +28,83 @@ SPLIT_KEYS = 128  # that a program attends to, where so many programs fit
 SEARCH_STEPS = tl.constexpr(31)  # bits of a float that is not negative
 
 
-def launch(q: Tensor, k: Tensor, v: Tensor, scale: float, plan: OneQueryPlan) -> tuple[Tensor, Tensor]:
-    """Compute attention of one query per row over near keys and the far blocks that it chooses.
+class OneQueryLaunch:
+    """Attention of one query per row over near keys and the far blocks that it chooses: all but q, k and v.
 
     Args:
-        q: (batch, heads, 1, d).
+        q: (batch, heads, 1, d), laid out like those of every run, as are k and v.
         k: raw keys, (batch, kv_heads, keys, d).
         v: (batch, kv_heads, keys, dv).
         scale: factor of the scores.
         plan: what does not depend on the values of q, k and v.
-
-    Returns:
-        Output (batch, heads, 1, dv) and log-sum-exp (batch, heads, 1).
     """
-    batch, heads, _, size = q.shape
-    kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
-    choice, near, far = plan.choice, plan.near, plan.far
-    rows, pairs = batch * heads, batch * kv_heads
-    programs = max(1, TARGET_PROGRAMS // pairs)
-    per_program = -(-plan.candidates // programs)
-    seen = (choice.blocks + choice.first_block) * choice.size + keys - plan.tail
-    splits = min(programs, -(-seen // SPLIT_KEYS))
-    splits = 1 << (splits.bit_length() - 1)
-    # one allocation for block scores, partial log-sum-exps and outputs, and one for two counters and the blocks
-    lse_start = -(-rows * plan.candidates // 16) * 16
-    out_start = lse_start + -(-rows * splits // 16) * 16
-    scratch = q.new_empty(out_start + rows * splits * value_size, dtype=torch.float32)
-    lists = batch if plan.joint else pairs
-    integers = q.new_zeros(2 * pairs + lists * choice.blocks, dtype=torch.int32)
-    out = q.new_empty(batch, heads, 1, value_size)
-    lse = q.new_empty(batch, heads, 1, dtype=torch.float32)
-    most = MAX_TILE_BYTES if is_server_card(q) else MAX_POINTER_TILE_BYTES
-    tile = max(MIN_TILE_KEYS, min(MAX_TILE_KEYS, most // (size * q.element_size())))
-    strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2)
-    shared = {
-        "GROUPS": heads // kv_heads, "ROWS": plan.padded_groups, "HALF": size // 2,
-        "CHOICES": choice.blocks, "BLOCK_SIZE": choice.size, "JOINT": plan.joint, "NORMALISE": plan.normalise,
-        "IEEE": q.dtype == torch.float32,
-    }  # fmt: skip
-    with device_context(q):
-        _score_and_choose[(pairs, -(-plan.candidates // per_program))](
-            q, k, scratch, integers, *far.tables, far.tau, *strides, far.tau_head, far.key_row, plan.candidates,
-            choice.first_block, per_program, kv_heads, scale,
-            TILE=min(tile, plan.padded_block), PADDED=plan.padded_candidates,
-            TAU=far.has_tau, ROTATE_Q=far.rotates_queries, ROTATE_K=far.rotates_keys, **shared,
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, plan: OneQueryPlan) -> None:
+        batch, heads, _, size = q.shape
+        kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
+        choice, near, far = plan.choice, plan.near, plan.far
+        rows, pairs = batch * heads, batch * kv_heads
+        programs = max(1, TARGET_PROGRAMS // pairs)
+        per_program = -(-plan.candidates // programs)
+        seen = (choice.blocks + choice.first_block) * choice.size + keys - plan.tail
+        splits = min(programs, -(-seen // SPLIT_KEYS))
+        splits = 1 << (splits.bit_length() - 1)
+        # one allocation for block scores, partial log-sum-exps and outputs, and log-sum-exps that nobody needs; another
+        # for two counters and the blocks
+        lse_start = -(-rows * plan.candidates // 16) * 16
+        out_start = lse_start + -(-rows * splits // 16) * 16
+        self.lse_place = out_start + -(-rows * splits * value_size // 16) * 16
+        self.floats = self.lse_place + rows
+        self.integers = 2 * pairs + (batch if plan.joint else pairs) * choice.blocks
+        most = MAX_TILE_BYTES if is_server_card(q) else MAX_POINTER_TILE_BYTES
+        tile = max(MIN_TILE_KEYS, min(MAX_TILE_KEYS, most // (size * q.element_size())))
+        strides = *list_strides(q)[:2], *list_strides(k)
+        shared = {
+            "GROUPS": heads // kv_heads, "ROWS": plan.padded_groups, "HALF": size // 2,
+            "CHOICES": choice.blocks, "BLOCK_SIZE": choice.size, "JOINT": plan.joint, "NORMALISE": plan.normalise,
+            "IEEE": q.dtype == torch.float32,
+        }  # fmt: skip
+        self._score = RepeatedLaunch(
+            _score_and_choose,
+            (pairs, -(-plan.candidates // per_program), 1),
+            (*far.tables, far.tau),
+            (*strides, far.tau_head, far.key_row, plan.candidates, choice.first_block, per_program, kv_heads,
+             float(scale)),
+            {
+                **shared, "TILE": min(tile, plan.padded_block), "PADDED": plan.padded_candidates,
+                "TAU": far.has_tau, "ROTATE_Q": far.rotates_queries, "ROTATE_K": far.rotates_keys,
+            },
         )  # fmt: skip
-        _attend_chosen[(pairs, splits)](
-            q, k, v, scratch, integers, out, lse, *near.tables, *far.tables, near.tau, far.tau, near.offset, far.offset,
-            *strides, *v.stride()[:3], near.tau_head, far.tau_head, near.offset_head, far.offset_head,
-            near.key_row, far.key_row, keys, plan.window, plan.tail, lse_start, out_start, kv_heads, scale,
-            FIRST_KEYS=choice.first_block * choice.size, VALUE_SIZE=value_size, TILE=tile, SPLITS=splits,
-            NEAR_TAU=near.has_tau, FAR_TAU=far.has_tau, NEAR_OFFSET=near.has_offset, FAR_OFFSET=far.has_offset,
-            ROTATE_NEAR_Q=near.rotates_queries, ROTATE_NEAR_K=near.rotates_keys, ROTATE_FAR_Q=far.rotates_queries,
-            ROTATE_FAR_K=far.rotates_keys, **shared,
+        self._attend = RepeatedLaunch(
+            _attend_chosen,
+            (pairs, splits, 1),
+            (*near.tables, *far.tables, near.tau, far.tau, near.offset, far.offset),
+            (
+                *strides, *list_strides(v), near.tau_head, far.tau_head, near.offset_head, far.offset_head,
+                near.key_row, far.key_row, keys, plan.window, plan.tail, lse_start, out_start, kv_heads, float(scale),
+            ),
+            {
+                **shared, "FIRST_KEYS": choice.first_block * choice.size, "VALUE_SIZE": value_size, "TILE": tile,
+                "SPLITS": splits, "NEAR_TAU": near.has_tau, "FAR_TAU": far.has_tau, "NEAR_OFFSET": near.has_offset,
+                "FAR_OFFSET": far.has_offset, "ROTATE_NEAR_Q": near.rotates_queries,
+                "ROTATE_NEAR_K": near.rotates_keys, "ROTATE_FAR_Q": far.rotates_queries,
+                "ROTATE_FAR_K": far.rotates_keys,
+            },
         )  # fmt: skip
-    return out, lse
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the output, in memory (batch, heads, 1, dv), and the log-sum-exp, where one is given."""
+        scratch = q.new_empty(self.floats, dtype=torch.float32)
+        integers = q.new_zeros(self.integers, dtype=torch.int32)
+        floats = scratch.data_ptr()
+        lses = floats + scratch.element_size() * self.lse_place if lse is None else lse.data_ptr()
+        x, y, z, counters, target = q.data_ptr(), k.data_ptr(), v.data_ptr(), integers.data_ptr(), out.data_ptr()
+        with device_context(q):
+            self._score.run((x, y, floats, counters), lambda: (q, k, scratch, integers))
+            self._attend.run(
+                (x, y, z, floats, counters, target, lses),
+                lambda: (q, k, v, scratch, integers, out, scratch[self.lse_place :] if lse is None else lse),
+            )
 
 
 @triton.jit

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from isentrope.backends.decode.blocks import (
     share_heads,
 )
 from isentrope.core.compile import device_context
-from isentrope.core.launching import are_aligned, launch_kernel, next_power_of_2
+from isentrope.core.launching import RepeatedLaunch, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
 MERGED_SPLITS = 64  # held in registers at a time
@@ -74,7 +73,7 @@ class DecodeLaunch:
             vectors = fit_angles(own_blocks, together)
         block, resident = divide_block(own_blocks, vectors, together)
         rows = batch * kv_heads // together
-        splits = self.splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
+        self.splits = splits = count_splits(rows, -(-keys // MIN_SPLIT_KEYS), multiprocessors * resident)
         self.outputs = batch * heads
         self.partial_size = self.outputs * splits * value_size  # a multiple of what is aligned
         unused = bounds
@@ -87,14 +86,13 @@ class DecodeLaunch:
         branches = len(factors) // 2
         taus, offsets = (_pad_branches(values) for values in (factors[:branches], factors[branches:]))
         factors = [*taus, *offsets]
-        self.tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
-        self.grids = (rows, splits, 1), (self.outputs, 1, 1)
-        self.numbers = (
+        tensors = (bounds, *[unused if x is None else x for x in factors], *tables)
+        numbers = (
             *list_strides(q)[:2], *list_strides(k, v), *broadcast_strides(bounds, 0),
             *[stride for x in factors for stride in broadcast_strides(x, 0, 1)],
             *angle_strides, float(scale), kv_heads // together, splits,
         )  # fmt: skip
-        self.constants = {
+        constants = {
             "GROUPS": groups, "HEADS": together, "ROWS": max(MIN_ROWS, next_power_of_2(groups * together)),
             "HALF": size // 2, "VALUE_SIZE": value_size, "BLOCK": block,
             "BRANCHES": bounds.shape[1], **{f"TAU{n}": x is not None for n, x in enumerate(taus)},
@@ -102,55 +100,38 @@ class DecodeLaunch:
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
             "IEEE": q.dtype == torch.float32,
         }  # fmt: skip
-        self.merge_constants = {"VALUE_SIZE": value_size, "CHUNK": MERGED_SPLITS}
-        self.options = {"num_stages": stages, "num_warps": warps}
-        # kernels that are run directly, and their arguments after the addresses that change
-        self._attend: tuple[Any, tuple[Any, ...]] | None = None
-        self._merge: dict[bool, tuple[Any, tuple[Any, ...]]] = {}
+        options = {"num_stages": stages, "num_warps": warps}
+        self._attend = RepeatedLaunch(_attend_split, (rows, splits, 1), tensors, numbers, constants, options)
+        self._merge_constants = {"VALUE_SIZE": value_size, "CHUNK": MERGED_SPLITS}
+        self._merge: dict[bool, RepeatedLaunch] = {}  # by whether the log-sum-exp is written
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Write the output, in memory (batch, heads, 1, dv), and the log-sum-exp, where one is given."""
-        with device_context(q):
-            if self.splits == 1:  # nothing to merge
-                target = q.new_empty(self.outputs, dtype=torch.float32) if lse is None else lse
-                self._run_attend(q, k, v, out, target, target.data_ptr())
-                return
+        if self.splits == 1:  # nothing to merge; without a kernel of its own, so that no length compiles another
+            partial = q.new_empty(self.outputs, dtype=torch.float32) if lse is None else lse
+            lses = partial.data_ptr()
+        else:  # outputs of the splits, and log-sum-exps from an address on
             partial = q.new_empty(self.partial_size + self.outputs * self.splits, dtype=torch.float32)
-            address = partial.data_ptr() + partial.element_size() * self.partial_size
-            self._run_attend(q, k, v, out, partial, address)
-            self._run_merge(partial, address, out, lse)
-
-    def _run_attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, partial: Tensor, lse_address: int) -> None:
-        """Launch the kernel of the splits; `partial` holds their outputs, and log-sum-exps from an address on.
-
-        The output of one split is `out`; without a kernel of its own, so that no length compiles another.
-        """
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), partial.data_ptr(), lse_address
-        aligned = are_aligned(addresses)
-        if self._attend is not None and aligned:
-            run, others = self._attend
-            run(*addresses, *others)
-            return
-        tensors = (q, k, v, out, partial, _view_from(partial, lse_address), *self.tensors)
-        kernel = launch_kernel(_attend_split, self.grids[0], tensors, self.numbers, self.constants, self.options)
-        if kernel is not None and aligned:
-            fixed = [x.data_ptr() for x in self.tensors]
-            self._attend = kernel[self.grids[0]], (*fixed, *self.numbers, *self.constants.values())
+            lses = partial.data_ptr() + partial.element_size() * self.partial_size
+        with device_context(q):
+            self._attend.run(
+                (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), partial.data_ptr(), lses),
+                lambda: (q, k, v, out, partial, _view_from(partial, lses)),
+            )
+            if self.splits > 1:
+                self._run_merge(partial, lses, out, lse)
 
     def _run_merge(self, partial: Tensor, lse_address: int, out: Tensor, lse: Tensor | None) -> None:
         """Launch the kernel that merges the splits."""
+        if (merge := self._merge.get(lse is not None)) is None:
+            constants = {**self._merge_constants, "LSE": lse is not None}
+            merge = RepeatedLaunch(_merge_splits, (self.outputs, 1, 1), (), (self.splits,), constants)
+            self._merge[lse is not None] = merge
         written = partial if lse is None else lse
-        addresses = partial.data_ptr(), lse_address, out.data_ptr(), written.data_ptr()
-        aligned, known = are_aligned(addresses), self._merge.get(lse is None)
-        if known is not None and aligned:
-            run, others = known
-            run(*addresses, *others)
-            return
-        tensors, constants = (partial, _view_from(partial, lse_address), out, written), self.merge_constants
-        constants = {**constants, "LSE": lse is not None}
-        kernel = launch_kernel(_merge_splits, self.grids[1], tensors, (self.splits,), constants)
-        if kernel is not None and aligned:
-            self._merge[lse is None] = kernel[self.grids[1]], (self.splits, *constants.values())
+        merge.run(
+            (partial.data_ptr(), lse_address, out.data_ptr(), written.data_ptr()),
+            lambda: (partial, _view_from(partial, lse_address), out, written),
+        )
 
 
 def _view_from(x: Tensor, address: int) -> Tensor:
