@@ -17,7 +17,8 @@ import triton.language as tl
 from isentrope.backends.merge import PartialOutput
 from isentrope.backends.softmax_kernel import accumulate
 from isentrope.core.call import FoldedBranch
-from isentrope.core.compile import device_context, find_shared_memory
+from isentrope.core.compile import find_shared_memory
+from isentrope.core.launching import launch_kernel
 from isentrope.core.rotation_kernel import list_strides
 from isentrope.core.tile_shapes import choose_shape
 
@@ -37,14 +38,21 @@ def launch(branch: FoldedBranch) -> PartialOutput:
     rows, columns, stages, warps = _choose_shape(branch, choice.queries * branch.groups, choice.size)
     tiles = triton.cdiv(choice.queries * branch.groups, rows)
     index = chosen.index.to(torch.int32).contiguous()
-    with device_context(q):
-        _attend_group[(groups.count * tiles, kv_heads, batch)](
-            q, k, v, index, out, lse, *list_strides(q, k, v),
-            heads, queries, groups.keys, groups.count, groups.lead, groups.window, branch.scale / log(2),
-            SHARED=branch.groups, QUERIES=choice.queries, BLOCKS=choice.blocks, BLOCK_SIZE=choice.size,
-            FIRST_BLOCK=choice.first_block, SIZE=size, VALUE_SIZE=value_size, ROWS=rows, COLUMNS=columns, TILES=tiles,
-            IEEE=q.dtype == torch.float32, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    launch_kernel(
+        _attend_group,
+        (groups.count * tiles, kv_heads, batch),
+        (q, k, v, index, out, lse),
+        (
+            *list_strides(q, k, v), heads, queries, groups.keys, groups.count, groups.lead, groups.window,
+            branch.scale / log(2),
+        ),
+        {
+            "SHARED": branch.groups, "QUERIES": choice.queries, "BLOCKS": choice.blocks, "BLOCK_SIZE": choice.size,
+            "FIRST_BLOCK": choice.first_block, "SIZE": size, "VALUE_SIZE": value_size, "ROWS": rows,
+            "COLUMNS": columns, "TILES": tiles, "IEEE": q.dtype == torch.float32,
+        },
+        {"num_warps": warps, "num_stages": stages},
+    )  # fmt: skip
     return PartialOutput(out, lse)
 
 

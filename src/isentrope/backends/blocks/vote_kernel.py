@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isentrope.core.compile import device_context
+from isentrope.core.launching import launch_kernel
 from isentrope.core.rotation_kernel import list_strides
 
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
@@ -35,13 +35,18 @@ def launch(q: Tensor, k: Tensor, first: int, ends: Tensor, votes: int) -> Tensor
     batch, heads, queries, size = q.shape
     slots = torch.empty(batch, heads, queries, votes, dtype=torch.int32, device=q.device)
     rows = MIN_MATRIX_SIZE if queries <= MIN_MATRIX_SIZE else MAX_ROWS  # two kernels for all lengths
-    with device_context(q):
-        _vote[(triton.cdiv(queries, rows), batch * heads)](
-            q, k, slots, ends.to(torch.int32).contiguous(), *list_strides(q, k), heads, queries, first,
-            SHARED=heads // k.shape[1], VOTES=votes, PLACES=triton.next_power_of_2(votes), SIZE=size, ROWS=rows,
-            COLUMNS=max(MIN_MATRIX_SIZE, min(64, TILE_ENTRIES // size)), IEEE=q.dtype == torch.float32,
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
+    launch_kernel(
+        _vote,
+        (triton.cdiv(queries, rows), batch * heads, 1),
+        (q, k, slots, ends.to(torch.int32).contiguous()),
+        (*list_strides(q, k), heads, queries, first),
+        {
+            "SHARED": heads // k.shape[1], "VOTES": votes, "PLACES": triton.next_power_of_2(votes), "SIZE": size,
+            "ROWS": rows, "COLUMNS": max(MIN_MATRIX_SIZE, min(64, TILE_ENTRIES // size)),
+            "IEEE": q.dtype == torch.float32,
+        },
+        {"num_warps": 4, "num_stages": 3},
+    )  # fmt: skip
     return slots
 
 
