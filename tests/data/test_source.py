@@ -7,12 +7,13 @@ import json
 import logging
 import sys
 
-import datasets
 import pytest
 
 from isentrope.data.corpus import CorpusError, read_sympy_documents
 from isentrope.data.source import Source
 from isentrope.utils.extras import MissingExtraError
+
+datasets = pytest.importorskip("datasets")
 
 
 def write(path, rows):
