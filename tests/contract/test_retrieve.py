@@ -141,6 +141,12 @@ def test_calls_that_the_kernels_of_one_query_leave(monkeypatch):
     assert plan(text, q=torch.randn(2, 4, 3, 32)) is None
     assert plan(text, k=k.mT.contiguous().mT) is None
     assert plan(text, dropout=torch.relu) is None
+    call = builder.build_call(inputs, ise.Recipe.parse(text).resolve())
+    with torch.no_grad():
+        assert get_plan(call) is not None
+        with torch.autograd.forward_ad.dual_level():  # a tangent would be lost
+            assert get_plan(call) is None
+        assert get_plan(call) is not None
     assert get_plan(builder.build_call(inputs._replace(q=q.requires_grad_()), ise.Recipe.parse(text).resolve())) is None
 
 

@@ -12,7 +12,9 @@ import isentrope as ise
 from isentrope import dispatch
 from isentrope.backends.chunked import ChunkedBackend
 from isentrope.backends.dense import DenseBackend
+from isentrope.builder import Inputs, build_call
 from isentrope.core.layout import Layout, Rows
+from isentrope.core.unpadding import find_tokens
 from isentrope.functional import attention
 from isentrope.hf.mask import make_frames_mask
 from isentrope.hf.mask import make_layout as make_model_layout
@@ -69,6 +71,28 @@ def run(setting, recipe, dtype, backend="auto", device="cpu", causal=True):
     (out * factors).sum().backward()
     results = [x.detach() for x in (out, aux.lse[..., None], q.grad, k.grad, v.grad)]
     return results if hidden is None else [x.masked_fill(hidden, 0) for x in results]
+
+
+@pytest.mark.parametrize("order", ["heads first", "queries first", "shared by rows"])
+@pytest.mark.parametrize("sizes", [(3, 67, 8), (1, 67, 4), (3, 67)], ids=str)
+def test_packing_is_indexing_in_every_memory_order(order, sizes):
+    """And spreading undoes it, with gradients of either."""
+    x = torch.randn(1 if order == "shared by rows" else 2, *sizes, dtype=torch.float64)
+    if order == "queries first":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    x = x.expand(2, *sizes).requires_grad_()
+    setting = Setting(67, 67, "lengths")
+    q, k, v = setting.tensors(torch.float32)
+    call = build_call(Inputs(q, k, v, causal=True, layout=make_layout("lengths")), ise.Recipe.parse("rope").resolve())
+    tokens = find_tokens(call)
+    hidden = make_layout("lengths").padding()[0][:, None].expand(2, sizes[0], -1)
+    packed = tokens.pack(x)
+    assert torch.equal(packed[0], torch.cat([row[:, ~hide[0]] for row, hide in zip(x, hidden, strict=True)], 1))
+    spread = tokens.spread(packed, -torch.inf)
+    assert torch.equal(spread[~hidden], x[~hidden]) and (spread[hidden] == -torch.inf).all()
+    factors = torch.randn(spread.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(spread, x, factors)
+    assert torch.equal(gradient[~hidden], factors[~hidden]) and not gradient[hidden].any()
 
 
 @pytest.mark.parametrize(("recipe", "kind"), in_turns([*TEXTS, "alibi", "clex"], KINDS))

@@ -85,7 +85,9 @@ def _pack_branches(branches: list[RotatedBranch], size: tuple[int, int], tokens:
     def pack(x: Tensor | None) -> Any:
         if x is None or x.shape[0] == x.shape[2] == 1:
             return x
-        if id(x) not in done:
+        if id(x) not in done and x.shape[0] == 1 and not x.requires_grad:  # rows need no copies of it
+            done[id(x)] = x[:, :, tokens.slot % size[1]]
+        elif id(x) not in done:
             done[id(x)] = tokens.pack(x.expand(size[0], -1, size[1], *x.shape[3:]))
         return done[id(x)]
 
@@ -125,12 +127,16 @@ class _Spread(torch.autograd.Function):
         return _pack(grad, ctx.saved_tensors[0]), None, None, None
 
 
-# Whole tokens by one index in the first dimension: on a GPU PyTorch copies them 16 bytes at a time, and two indices or
+# Whole vectors by one index in the first dimension: on a GPU PyTorch copies them 16 bytes at a time, and two indices or
 # an assignment element by element.
 
 
 def _pack(x: Tensor, slot: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]
+    if not x.is_contiguous():  # as a model has it, query by query
+        return x.transpose(1, 2).flatten(0, 1)[slot].transpose(0, 1)[None]
+    heads, slots = x.shape[1:3]
+    place = slot + slot // slots * ((heads - 1) * slots) + torch.arange(heads, device=x.device)[:, None] * slots
+    return x.flatten(0, 2)[place.flatten()].unflatten(0, place.shape)[None]
 
 
 def _spread(x: Tensor, order: Tensor, padding: float = 0.0) -> Tensor:

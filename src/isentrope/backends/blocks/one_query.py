@@ -10,6 +10,7 @@ from torch import Tensor
 from isentrope.backends.protocol import triton_refusal
 from isentrope.core.call import AttentionCall, RotatedBranch
 from isentrope.core.choice import BlockChoice
+from isentrope.core.rotation import is_transformed
 
 MAX_CANDIDATES = 1 << 14  # blocks whose scores one program holds
 MIN_MATRIX_SIZE = 16  # rows or columns that tensor cores take
@@ -49,7 +50,7 @@ class OneQueryPlan(NamedTuple):
 
 def get_plan(call: AttentionCall) -> OneQueryPlan | None:
     """Return the plan of a call whose one query a row chooses far keys, None where the kernels do not take it."""
-    if call.q.shape[2] != 1 or call.dropout is not None or call.needs_grad:
+    if call.q.shape[2] != 1 or call.dropout is not None or call.needs_grad or is_transformed():
         return None
     q, k, v = call.q, call.k, call.v
     if k.stride(-1) != 1 or v.stride(-1) != 1 or q.stride(-1) != 1:
