@@ -117,11 +117,11 @@ def _time_call(recipe: str, n: int, heads: int, head_size: int, batch: int, caus
 
 def _measure_compilation(recipe: str, n: int) -> Row:
     """What torch.compile takes for one more layer of an extended model, with nothing in its caches before."""
-    found = []
+    times = []
     for each in (None, recipe):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(_run("measure_layers", folder, each, LAYERS, n))
-    plain, ours = found
+            times.append(_run("measure_layers", folder, each, LAYERS, n))
+    plain, ours = times
     note = f"{plain:.0f} ms for a layer of the plain model"
     if not torch.cuda.is_available():
         note += "; traced alone, no code generated"
@@ -161,8 +161,8 @@ def _run(function: str, folder: str, *arguments: Any) -> Any:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=MAX_SECONDS)
     except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode().strip().splitlines()
-        raise RuntimeError(f"stopped after {MAX_SECONDS:g} s" + "".join(f"; {line}" for line in said[-3:])) from None
+        lines = (error.stderr or b"").decode().strip().splitlines()  # bytes, text or not
+        raise RuntimeError("; ".join([f"stopped after {MAX_SECONDS:g} s", *lines[-3:]])) from None
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
     return json.loads(done.stdout.splitlines()[-1])

@@ -49,6 +49,10 @@ def decoding(size: Sizes, model: str | None = None, gguf_file: str | None = None
             for how, work in ways:
                 label = f"{name}, batch {batch}, {how}"
                 yield Job("decoding", label, n, partial(work, size, make, recipe, batch, n))
+    recipe = f"rerope:window={window}+retrieve"  # no graph takes it
+    for batch in size.batches:
+        work = partial(_eager, size, make, recipe, batch, n)
+        yield Job("decoding", f"ReRoPE {window} + retrieve, batch {batch}, eager", n, work)
     for method in (*mapped(window), *chunked(window)):
         yield Job("decoding", f"{method.name}, prompt", n, partial(_prompt, size, make, method.recipe, n))
         label, (how, work) = f"{method.name}, batch {size.batches[0]}", ways[-1]

@@ -100,8 +100,7 @@ def test_one_query_interpreted(text, monkeypatch):
     assert launched.call_count == 1
 
 
-@interprets
-def test_layers_share_a_launch_of_one_query_interpreted(monkeypatch):
+def check_shared_launches(device, monkeypatch):
     """Decoded tokens of a model: one launch for all layers, and what a call of each layer gives by itself."""
     from isentrope.backends.blocks import one_query_kernel
 
@@ -109,8 +108,8 @@ def test_layers_share_a_launch_of_one_query_interpreted(monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, head_dim=32, vocab_size=32, num_hidden_layers=2, max_position_embeddings=32)
     recipe = "rerope:window=16+share:beta=0.75,reference=8+retrieve:blocks=2,size=8,sinks=8,queries=1"
-    model, results = LlamaForCausalLM(config).eval(), []
-    ids, cache = torch.randint(32, (2, 52)), DynamicCache(config=config)
+    model, results = LlamaForCausalLM(config).eval().to(device), []
+    ids, cache = torch.randint(32, (2, 52)).to(device), DynamicCache(config=config)
     launched = Mock(wraps=one_query_kernel.OneQueryLaunch)
     monkeypatch.setattr(one_query_kernel, "OneQueryLaunch", launched)
     with torch.no_grad():
@@ -123,6 +122,16 @@ def test_layers_share_a_launch_of_one_query_interpreted(monkeypatch):
     assert launched.call_count == 2  # one a token
     for expected, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@interprets
+def test_layers_share_a_launch_of_one_query_interpreted(monkeypatch):
+    check_shared_launches("cpu", monkeypatch)
+
+
+@pytest.mark.gpu
+def test_layers_share_a_launch_of_one_query(monkeypatch):
+    check_shared_launches("cuda", monkeypatch)
 
 
 def test_calls_that_the_kernels_of_one_query_leave(monkeypatch):

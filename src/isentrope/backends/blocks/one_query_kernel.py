@@ -49,8 +49,8 @@ class OneQueryLaunch:
         seen = (choice.blocks + choice.first_block) * choice.size + keys - plan.tail
         splits = min(programs, -(-seen // SPLIT_KEYS))
         splits = 1 << (splits.bit_length() - 1)
-        # one allocation for block scores, partial log-sum-exps and outputs, and log-sum-exps that nobody needs; another
-        # for two counters and the blocks
+        # one allocation for block scores, partial log-sum-exps and outputs, and log-sum-exps where none are wanted;
+        # another for two counters and the blocks
         lse_start = -(-rows * plan.candidates // 16) * 16
         out_start = lse_start + -(-rows * splits // 16) * 16
         self.lse_place = out_start + -(-rows * splits * value_size // 16) * 16
@@ -98,11 +98,11 @@ class OneQueryLaunch:
         integers = q.new_zeros(self.integers, dtype=torch.int32)
         floats = scratch.data_ptr()
         lses = floats + scratch.element_size() * self.lse_place if lse is None else lse.data_ptr()
-        x, y, z, counters, target = q.data_ptr(), k.data_ptr(), v.data_ptr(), integers.data_ptr(), out.data_ptr()
+        counters = integers.data_ptr()
         with device_context(q):
-            self._score.run((x, y, floats, counters), lambda: (q, k, scratch, integers))
+            self._score.run((q.data_ptr(), k.data_ptr(), floats, counters), lambda: (q, k, scratch, integers))
             self._attend.run(
-                (x, y, z, floats, counters, target, lses),
+                (q.data_ptr(), k.data_ptr(), v.data_ptr(), floats, counters, out.data_ptr(), lses),
                 lambda: (q, k, v, scratch, integers, out, scratch[self.lse_place :] if lse is None else lse),
             )
 
