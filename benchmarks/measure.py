@@ -48,6 +48,7 @@ class Sizes:
     evaluate: tuple[int, int]
     train: tuple[tuple[int, int, int], ...]  # batch, length, steps
     compilations: tuple[int, int, int]  # how many lengths, from, to
+    switched: bool = True  # whether calls are measured without the kernels behind switches too
     targets: bool = False  # of a GPU
     cpu_targets: bool = False
 

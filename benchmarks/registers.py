@@ -45,7 +45,7 @@ CARDS = {
     )
 }
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-LENGTH, HEADS, KV_HEADS = 1024, 4, 2
+LENGTH, HEADS, KV_HEADS = 1024, 16, 8  # tiles enough for all kernels
 SIZES = (64, 128)  # of heads
 RECIPES = {
     "RoPE + InfoScale": "rope+infoscale:train_length=256",

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, in this order")
     parser.add_argument("--match", action="append", help="only methods whose names begin so; repeat for several")
     parser.add_argument("--quick", action="store_true", help="small shapes, no targets: whether everything runs")
+    parser.add_argument("--defaults", action="store_true", help="targets with the default switches alone")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these, no measurement begins")
     parser.add_argument("--model", help="for decoding, in place of a random Llama of SmolLM2-135M's shape")
@@ -59,7 +61,7 @@ def main() -> None:
     for name in names:
         if name not in GROUPS:
             parser.error(f"--only: expected some of {', '.join(GROUPS)}, got {name!r}")
-    size = sizes(options.quick)
+    size = replace(sizes(options.quick), switched=not options.defaults)
     chosen = groups(size, names, options.model, options.gguf_file)
     console = Console()
     if not console.is_terminal or console.width < WIDE:

@@ -76,7 +76,7 @@ def cpu(size: Sizes) -> Iterator[Job]:
 
 
 def list_prompts(size: Sizes) -> Iterator[Case]:
-    """Prompts of whole rows, on kernels without switches."""
+    """Prompts of whole rows."""
     base = partial(rope_sdpa, size)
     near, wide = size.windows
     two, wide_two = (branched(window)[0::2] for window in (near, wide))  # ReRoPE and SelfExtend
@@ -87,13 +87,14 @@ def list_prompts(size: Sizes) -> Iterator[Case]:
     planned += [(size.short, method, 1.05) for method in (*two, *wide_two)]
     for n, method, target in planned:
         pairs = count_pairs(n, n, window=method.window, sinks=method.sinks)
-        yield Case(
-            "attention", method.name, method.recipe, make_shape(size, n), pairs, target, partial(rope_sdpa, size)
-        )
+        used = (switches.BAND_SPANS,) if method in (*two, *wide_two) else ()
+        shape = make_shape(size, n)
+        yield Case("attention", method.name, method.recipe, shape, pairs, target, base, switches=used)
     n, shape = size.short // 2, Shape(4, 9, 3, size.short // 2, size.short // 2, 64)  # of SmolLM2-135M
     for method in (two[0], wide_two[0]):
         name = f"{method.name}, 4 × 9/3 heads of 64"
-        yield Case("attention", name, method.recipe, shape, 4 * count_pairs(n, n), 1.08, base)
+        pairs, used = 4 * count_pairs(n, n), (switches.BAND_SPANS,)
+        yield Case("attention", name, method.recipe, shape, pairs, 1.08, base, switches=used)
     changed, shape = with_far_law(two[0], size.train_length), make_shape(size, size.middle)
     pairs = count_pairs(size.middle, size.middle)
     yield Case("share", changed.name, changed.recipe, shape, pairs, 1.005, partial(the_same, two[0].recipe, {}))
@@ -129,19 +130,22 @@ def list_rows(size: Sizes) -> Iterator[Case]:
     lengths = tuple(size.short * n // 16 for n in range(1, 9))
     padded = make_shape(size, lengths[-1])._replace(batch=len(lengths))
     packed = make_shape(size, sum(lengths))
+    switched = {
+        ("padded", False): (switches.BAND_ROWS,), ("packed", False): (switches.BAND_SPANS,),
+        ("padded", True): (switches.PACKED_PADDING,),
+    }  # fmt: skip
     for grad in (False, True):
         for how, shape in (("padded", padded), ("packed", packed)):
             for method in (branched(near)[0], windowed(near)[0]):
                 pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
                 name = f"{method.name}, {how}" + (", backward" if grad else "")
-                used = () if grad and how == "packed" else (switches.PACKED_PADDING if grad else switches.BAND_ROWS,)
-                # without, FlexAttention compiles for every kind of call: once is enough
-                compared, base = how == "padded", partial(equal_rows, size)
+                used, base = switched.get((how, grad), ()), partial(equal_rows, size)
                 mean = sum(lengths) // len(lengths)
                 equal = len(lengths) * count_pairs(mean, mean, window=method.window)
                 yield Case(
-                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, compared, equal
-                )
+                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, bool(used),
+                    equal,
+                )  # fmt: skip
 
 
 def list_bidirectional(size: Sizes) -> Iterator[Case]:
@@ -152,10 +156,9 @@ def list_bidirectional(size: Sizes) -> Iterator[Case]:
             for method in (branched(near)[0], windowed(near)[0]):
                 shape = make_shape(size, n)._replace(head_size=head_size)
                 pairs = count_pairs(n, n, False, method.window)
-                compared = head_size == size.size and n == size.short // 2
                 yield Case(
                     "bidirectional", f"{method.name}, d {head_size}", method.recipe, shape, pairs, 1.1,
-                    partial(rope_sdpa, size), BOTH, switches=(switches.BAND_ROWS,), compared=compared,
+                    partial(rope_sdpa, size), BOTH, switches=(switches.BAND_SPANS,),
                 )  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def list_retrieve(size: Sizes) -> Iterator[Case]:
 def _list_jobs(size: Sizes, case: Case) -> Iterator[Job]:
     """One job that measures everything, and one that says what the switched kernels took in it."""
     done: dict[str, Row | Exception] = {}
-    variants = list_variants(case)
+    variants = list_variants(case, size.switched)
     n, (first, *others) = case.shape.keys, [case.method + key for key in variants]
     yield Job(case.group, first, n, partial(_measure, size, case, variants, done))
     for name, key in zip(others, list(variants)[1:], strict=True):
@@ -177,11 +180,13 @@ def _list_jobs(size: Sizes, case: Case) -> Iterator[Job]:
             yield Job(case.group, name, n, partial(_give, done[key]), free=True)
 
 
-def list_variants(case: Case) -> dict[str, frozenset[str]]:
+def list_variants(case: Case, switched: bool = True) -> dict[str, frozenset[str]]:
     """Return the switches that a case is measured with, by what the name of its row adds: without its own, then with.
 
-    The defaults are one of the two, and add nothing.
+    The defaults are one of the two, and add nothing; they are the only one unless `switched`.
     """
+    if not switched:
+        return {"": switches.DEFAULTS}
     used, defaults = frozenset(case.switches), switches.DEFAULTS
     if more := "+".join(name for name in case.switches if name not in defaults):
         variants = {"": defaults, f", with {more}": defaults | used}

@@ -25,3 +25,13 @@ def test_kernels_fit_a_small_card(monkeypatch):
     assert all(0 <= row["shared_bytes"] <= row["limit_bytes"] == 99 << 10 for row in rows)
     assert "| 2 |" in registers.render_rows([{"card": "L4", "call": "ReRoPE", **row} for row in rows])
     assert list_switches() == switches
+
+
+@pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="kernels are compiled by Triton alone")
+def test_the_kernel_for_hopper_compiles(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    registers = importlib.import_module("registers")
+    calls = dict(registers.list_calls())
+    rows = list(registers.compile_call(2, registers.CARDS["sm_90 (H100, H200)"], calls["ReRoPE, padded, d 64"]))
+    assert {row["kernel"] for row in rows} == {"_rotate_and_scale", "_attend_spans"}
+    assert all(row["shared_bytes"] <= row["limit_bytes"] for row in rows)

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.core.caching import MAX_LAUNCHES, register_clear
 from isentrope.core.compile import device_context
 
+DESCRIPTORS = TensorDescriptor, SwizzledDescriptor
 ALIGNMENT_BYTES = 16  # of pointers, which kernels are compiled for
 # products and sums in one rounding; releases of Triton differ in whether that is their own default
 DEFAULT_OPTIONS = {"enable_fp_fusion": True}
@@ -124,7 +126,7 @@ def _make_key(
         return None, []
     kinds, pointers, addresses = [], [], []
     for x in tensors:
-        if type(x) is TensorDescriptor:  # blocks for the copy engine are aligned
+        if type(x) in DESCRIPTORS:  # blocks for the copy engine are aligned
             kinds.append((x.base.dtype, *x.block_shape))
             pointers.append(x)
             continue

@@ -17,6 +17,7 @@ BAND_BACKWARD = "band-backward"
 BAND_POINTERS = "band-pointers"
 BAND_CHUNKED_PREFILL = "band-chunked-prefill"
 BAND_SLOPES = "band-slopes"
+BAND_SPANS = "band-spans"
 ONE_QUERY = "retrieve-one-query"
 PACKED_PADDING = "packed-padding"
 SWITCHES = {
@@ -27,6 +28,7 @@ SWITCHES = {
     BAND_POINTERS: "the band kernel on cards without copy engine",
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
     BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
+    BAND_SPANS: "near and far keys in one pass, on Hopper: the band's kernel in Gluon",
     ONE_QUERY: "one query that chooses far keys in two launches",
     PACKED_PADDING: "padded rows as one packed row, where FlexAttention would compute much padding",
 }

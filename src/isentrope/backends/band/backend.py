@@ -28,6 +28,7 @@ from isentrope.backends.band.intervals import (
     has_faster_kernels,
 )
 from isentrope.backends.band.slopes import find_window, forward_slopes
+from isentrope.backends.band.spans import forward_folded_spans, forward_spans
 from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput, add_offset
 from isentrope.backends.padding import blank_padding
 from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
@@ -116,8 +117,11 @@ class BandBackend(SDPABackend):
         if not self.computes_entropy(call):
             return None
         window = find_window(call)
-        attend = forward_intervals if window is None else partial(forward_slopes, window=window)
-        out, lse, entropy = attend(call, need_entropy=True)
+        attended = forward_spans(call, need_entropy=True) if window is None else None
+        if attended is None:
+            attend = forward_intervals if window is None else partial(forward_slopes, window=window)
+            attended = attend(call, need_entropy=True)
+        out, lse, entropy = attended
         assert entropy is not None
         return out, lse, entropy
 
@@ -127,6 +131,8 @@ class BandBackend(SDPABackend):
 
         if (window := find_window(call)) is not None:
             return forward_slopes(call, window, far)[:2]
+        if far is None and (attended := forward_spans(call)) is not None:
+            return attended[:2]
         plan = _get_plan(call)
         if plan is None:
             return forward_intervals(call, far=far)[:2]
@@ -163,6 +169,8 @@ class BandBackend(SDPABackend):
         """
         from isentrope.backends.band.kernel import launch
 
+        if (attended := forward_folded_spans(branches)) is not None:
+            return attended[:2]
         layout = branches[0].layout
         plan = plan_band([x.region for x in branches], layout.queries, layout.keys) if layout.plain else None
         if plan is None or not _has_backward(plan):

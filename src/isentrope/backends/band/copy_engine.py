@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.core.caching import MAX_LAUNCHES, bounded_cache
 
+SWIZZLED = NVMMASharedLayout(128, 16, rank=4)  # of vectors of 64 entries or more
 
-def describe_blocks(x: Tensor, rows: int) -> TensorDescriptor:
+
+def describe_blocks(x: Tensor, rows: int, swizzled: bool = False) -> TensorDescriptor | SwizzledDescriptor:
     """Describe x (batch, heads, length, size) in blocks of `rows` vectors for Hopper's copy engine.
 
     The engine needs strides that are multiples of 16 bytes: x is copied where they are not.
+    Swizzled ones are for kernels in Gluon, whose tensor cores read blocks of half precision as they come.
     """
     shape = x.shape
     strides = None if x.data_ptr() % 16 else _find_block_strides(shape, x.stride(), 16 // x.element_size())
     if strides is None:
         x = x.clone(memory_format=torch.contiguous_format)
         strides = _find_block_strides(shape, x.stride(), 16 // x.element_size())
-    return TensorDescriptor(x, list(shape), list(strides), [1, 1, rows, shape[-1]])
+    block = [1, 1, rows, shape[-1]]
+    if swizzled:
+        return SwizzledDescriptor(x, list(shape), list(strides), block, SWIZZLED)
+    return TensorDescriptor(x, list(shape), list(strides), block)
 
 
 @bounded_cache(MAX_LAUNCHES)

@@ -1,0 +1,139 @@
+"""Calls as a few spans of keys, which the kernel for Hopper attends over in one pass. Without Triton, as plans are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isentrope.backends.band.intervals import Attended, Interval, list_intervals
+from isentrope.backends.padding import blank_queries, needs_zeros
+from isentrope.core.caching import MAX_DEVICES, bounded_cache
+from isentrope.core.call import AttentionCall, FoldedBranch
+from isentrope.core.compile import cuda_capability_major
+from isentrope.core.layout import Layout
+from isentrope.core.region import Region, Span
+from isentrope.core.rotation import Angles
+from isentrope.core.switches import BAND_SPANS, is_on
+
+MAX_SPANS = 3  # those whose queries and blocks of keys fit into shared memory
+HEAD_DIMS = (64, 128)
+TILE_QUERIES = 128
+MIN_QUERIES = 128 * TILE_QUERIES  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
+HOPPER = 9  # major compute capability, the only one with its tensor cores' instructions
+# Gluon changes from one release of Triton to the next; others take the band's kernel in Triton
+FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
+
+
+class KeySpan(NamedTuple):
+    """Keys that queries see under one rotation.
+
+    q: queries, raw or folded. k: keys ready to multiply.
+    left, right: each query sees the keys from `left` before its own to `right` after it; negative for neither.
+    interval: in their place, the first key of each query and the one after the last, int32 (batch or 1, queries) each.
+    angles: rotation of the queries.
+    tau, offset: a factor of the queries and a summand of the scores, (batch or 1, heads or 1, queries).
+    """
+
+    q: Tensor
+    k: Tensor
+    left: int = 0
+    right: int = 0
+    interval: Interval | None = None
+    angles: Angles | None = None
+    tau: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended | None:
+    """Compute a call, whose padding may be anything; None where the kernel does not take it."""
+    q = call.q
+    if q.shape[0] * q.shape[1] * q.shape[2] < MIN_QUERIES or not _takes_tensors(q, call.v) or call.scale <= 0:
+        return None
+    places = _place_spans(call.layout, [branch.region for branch in call.branches])
+    if places is None:
+        return None
+    call = blank_queries(call)
+    keys: list[Tensor] = []
+    for branch in call.branches:
+        same = (k for k, other in zip(keys, call.branches, strict=False) if branch.rotates_keys_like(other))
+        k = next(same, None)
+        keys.append(call.fold_keys(branch) if k is None else k)
+    spans = []
+    for n, place in places:
+        branch = call.branches[n]
+        spans.append(KeySpan(call.q, keys[n], *place, branch.query_angles, branch.tau, branch.offset))
+    return _launch(spans, call.v, call.scale, call.normalise, needs_zeros(call.layout), need_entropy)
+
+
+def forward_folded_spans(branches: Sequence[FoldedBranch]) -> Attended | None:
+    """Compute branches whose queries are folded and whose padding is zeros; None where the kernel takes them not."""
+    first, q = branches[0], branches[0].q
+    if q.shape[0] * q.shape[1] * q.shape[2] < MIN_QUERIES or not _takes_tensors(q, first.v) or first.scale <= 0:
+        return None
+    if any(x.q.stride() != q.stride() or x.scale != first.scale for x in branches):
+        return None
+    places = _place_spans(first.layout, [branch.region for branch in branches])
+    if places is None:
+        return None
+    spans = [KeySpan(branches[n].q, branches[n].k, *place, offset=branches[n].offset) for n, place in places]
+    return _launch(spans, first.v, first.scale, False)
+
+
+def _launch(
+    spans: list[KeySpan], v: Tensor, scale: float, normalise: bool, padded: bool = False, need_entropy: bool = False
+) -> Attended:
+    from isentrope.backends.band.hopper_kernel import launch
+
+    entropy = v.new_empty(spans[0].q.shape[:3], dtype=torch.float32) if need_entropy else None
+    out, lse = launch(spans, v, scale, normalise, padded, entropy)
+    return Attended(out, lse, None if entropy is None else entropy.clamp_min(0))
+
+
+def _takes_tensors(q: Tensor, v: Tensor) -> bool:
+    size = q.shape[-1]
+    if size not in HEAD_DIMS or v.shape[-1] != size or q.stride(-1) != 1:
+        return False
+    return is_on(BAND_SPANS) and q.is_cuda and _has_kernel(q.device)
+
+
+@bounded_cache(MAX_DEVICES)
+def _has_kernel(device: torch.device) -> bool:
+    if torch.version.hip is not None or cuda_capability_major(device) != HOPPER:
+        return False
+    import triton  # type: ignore[import-untyped]
+
+    return FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
+
+
+Place = tuple[int, int, Interval | None]  # `left`, `right` and `interval` of a KeySpan
+
+
+def _place_spans(layout: Layout, regions: Iterable[Region]) -> list[tuple[int, Place]] | None:
+    """Return the spans of regions, each with the number of its region; those with a query's own key come first."""
+    regions = tuple(regions)
+    return layout.cached(("key spans", *regions), lambda: _find_places(layout, regions))
+
+
+def _find_places(layout: Layout, regions: tuple[Region, ...]) -> list[tuple[int, Place]] | None:
+    spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
+    if not 0 < len(spans) <= MAX_SPANS:
+        return None
+    places: list[tuple[int, Place]] = []
+    if not layout.plain:
+        intervals = [pair for region in regions for pair in list_intervals(layout, region)]
+        places = [(n, (0, 0, pair)) for (n, _), pair in zip(spans, intervals, strict=True)]
+    elif layout.queries > layout.keys or any(span.depends_on_place for _, span in spans):
+        return None
+    else:
+        places = [(n, (*_bound(span, layout.keys), None)) for n, span in spans]
+    order = sorted(range(len(spans)), key=lambda i: not spans[i][1].low <= 0 < spans[i][1].high)
+    return [places[i] for i in order]
+
+
+def _bound(span: Span, keys: int) -> tuple[int, int]:
+    """Return how many keys before and after a query's own are the first and the last of a span."""
+    return keys if span.low == -inf else -int(span.low), keys if span.high == inf else int(span.high) - 1

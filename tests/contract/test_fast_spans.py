@@ -1,0 +1,149 @@
+"""The band's kernel for Hopper, which attends over near and far keys in one pass, and which calls it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from isentrope.backends.band import spans
+from isentrope.backends.band.spans import MAX_SPANS, _find_places
+from isentrope.builder import Inputs, build_call
+from isentrope.core import switches
+from isentrope.core.region import Region
+from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, DEFAULTS
+from isentrope.functional import attention
+from tests.contract.matrix import Setting
+from tests.contract.test_fast import RECIPES, error, recipe_of
+from tests.contract.test_fast_rows import TEXTS, check_padding, compare, make_setting
+
+ONLY_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernel is for Hopper alone"
+)
+METHODS = (
+    "rope+window:size=40",
+    "rerope:window=24+infoscale:train_length=16",
+    "leakyrerope:window=24,leak=4",
+    "selfextend:window=24,group=4+cosine:alpha=16",
+    "rerope:window=24+cosine:alpha=16+ssmax:heads=6,bias=True",
+    "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
+)
+
+
+WAYS = (DEFAULTS | {BAND_BACKWARD}, DEFAULTS - {BAND_ENTROPY} | {BAND_BACKWARD})  # entropy in the same pass, and not
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Let the kernel take short rows too, and count what it takes."""
+    from isentrope.backends.band import hopper_kernel
+
+    count, launch = [], hopper_kernel.launch
+
+    def counted(*arguments):
+        count.append(arguments)
+        return launch(*arguments)
+
+    monkeypatch.setattr(switches, "_on", DEFAULTS | {BAND_BACKWARD})
+    monkeypatch.setattr(spans, "MIN_QUERIES", 0)
+    monkeypatch.setattr(hopper_kernel, "launch", counted)
+    return count
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", METHODS)
+def test_prompts(text, dtype, d, launches, monkeypatch):
+    for queries, keys in ((441, 441), (128, 128), (300, 1001), (1001, 1001)):
+        setting = Setting(queries, keys, heads=6, kv_heads=3, d=d, dv=d)
+        for switched in WAYS:
+            monkeypatch.setattr(switches, "_on", switched)
+            with torch.no_grad():
+                compare(text, setting, True, dtype, "cuda", gradients=False)
+    assert len(launches) >= 6
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("rows", ["lengths", "left", "documents", "position_ids", "no_keys", ""])
+@pytest.mark.parametrize("text", METHODS)
+def test_rows_and_directions(text, rows, d, launches, monkeypatch):
+    setting = make_setting(rows, d, d, scale=7)
+    for causal in (True, False):
+        for switched in WAYS:
+            monkeypatch.setattr(switches, "_on", switched)
+            with torch.no_grad():
+                compare(text, setting, causal, torch.bfloat16, "cuda", gradients=False)
+        if rows or not causal:
+            compare(text, setting, causal, torch.bfloat16, "cuda", gradients=True)
+    assert len(launches) >= 3
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("text", METHODS[1:])
+def test_gradients(text, launches):
+    for d in (64, 128):
+        setting = Setting(441, 441, heads=6, kv_heads=3, d=d, dv=d)
+        compare(text, setting, True, torch.bfloat16, "cuda", gradients=True)
+    assert launches
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("rows", ["lengths", "left"])
+def test_padding_may_be_anything(rows, launches, monkeypatch):
+    for d in (64, 128):
+        for switched in WAYS:
+            monkeypatch.setattr(switches, "_on", switched)
+            check_padding(make_setting(rows, d, d, scale=7), torch.bfloat16, "cuda")
+    assert launches
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+def test_many_tiles_of_one_launch(launches):
+    """More tiles than programs, each of which takes several, and twice the same bits."""
+    setting = Setting(3001, 3001, batch=3, heads=12, kv_heads=3, d=128, dv=128)
+    q, k, v = setting.tensors(torch.bfloat16, "cuda")
+    recipe = "rerope:window=700"
+    with torch.no_grad():
+        out, again = (attention(q, k, v, recipe, causal=True, backend="band") for _ in range(2))
+        truth = attention(q.float(), k.float(), v.float(), recipe, causal=True, backend="chunked")
+    assert len(launches) == 2 and torch.equal(out, again)
+    assert error(out, truth.double()) < 2e-2
+
+
+def test_places_are_what_regions_see():
+    """Spans of whole rows by distances, and of padded rows by intervals."""
+    count = 0
+    for text in (*METHODS, *RECIPES, *TEXTS):
+        for rows, queries, keys in (("", 60, 60), ("", 13, 60), ("lengths", 60, 60), ("documents", 60, 60)):
+            for causal in (True, False):
+                setting = Setting(queries, keys, rows, heads=6)
+                q, k, v = setting.tensors(torch.float32)
+                call = build_call(Inputs(q, k, v, causal=causal, **setting.arguments()), recipe_of(text).resolve())
+                layout, regions = call.layout, tuple(branch.region for branch in call.branches)
+                places = _find_places(layout, regions)
+                if places is None:
+                    continue
+                assert len(places) <= MAX_SPANS
+                seen = [torch.zeros(layout.visible(region)[:, 0].shape, dtype=torch.bool) for region in regions]
+                slot = torch.arange(keys)
+                for n, (left, right, interval) in places:
+                    if interval is None:
+                        apart = slot - torch.arange(keys - queries, keys)[:, None]
+                        part = ((apart >= -left) & (apart <= right))[None]
+                    else:
+                        part = (slot >= interval[0][..., None]) & (slot < interval[1][..., None])
+                    assert not (seen[n] & part).any()
+                    seen[n] = seen[n] | part
+                for region, ours in zip(regions, seen, strict=True):
+                    truth = layout.visible(Region(region.spans))[:, 0]
+                    if rows and not layout.padded_queries_matter:
+                        truth = truth & ~layout.padding()[0][..., None]
+                    assert torch.equal(ours.expand_as(truth), truth), (text, rows, causal)
+                count += 1
+    assert count > 100
