@@ -29,7 +29,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 import isentrope as ise
-from isentrope.core.switches import BAND_POINTERS, DEFAULTS, set_switches
+from isentrope.backends.band import spans
+from isentrope.core.switches import BAND_POINTERS, BAND_SPANS_PADDING, DEFAULTS, set_switches
 from isentrope.utils.files import write_json
 from isentrope.utils.provenance import collect_provenance
 
@@ -45,7 +46,8 @@ CARDS = {
     )
 }
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-LENGTH, HEADS, KV_HEADS = 1024, 16, 8  # tiles enough for all kernels
+LENGTH, HEADS, KV_HEADS = 1024, 4, 2
+LONG, MANY = 4096, (32, 8)  # length and heads of calls that the kernel for Hopper takes
 SIZES = (64, 128)  # of heads
 RECIPES = {
     "RoPE + InfoScale": "rope+infoscale:train_length=256",
@@ -60,6 +62,7 @@ RECIPES = {
     "retrieve": "rerope:window=256+retrieve:size=64,blocks=4,queries=32",
     "retrieve, votes": "rerope:window=256+retrieve:size=64,blocks=4,queries=32,score=votes",
 }
+LAWS = "rerope:window=256+infoscale:train_length=256+share:reference=256"
 
 
 class CardDriver:
@@ -115,6 +118,14 @@ def list_calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             if name in ("ReRoPE", "window"):
                 yield f"{name}, padded, d {size}", partial(prompt, q, lengths=torch.tensor([LENGTH, LENGTH - 7]))
                 yield f"{name}, entropy, d {size}", partial(prompt, q, return_entropy=True)
+        heads = MANY[0], MANY[1], MANY[1]
+        q, k, v = (torch.empty(2, LONG, n, size, dtype=torch.bfloat16).transpose(1, 2) for n in heads)
+        for name, recipe in (("ReRoPE", RECIPES["ReRoPE"]), ("laws", LAWS), ("SelfExtend", RECIPES["SelfExtend"])):
+            yield f"{name}, long, d {size}", partial(ise.attention, q, k, v, recipe, causal=True)
+        two = partial(ise.attention, q, k, v, RECIPES["ReRoPE"])
+        yield f"ReRoPE, long, padded, d {size}", partial(two, causal=True, lengths=torch.tensor([LONG, 7]))
+        yield f"ReRoPE, long, entropy, d {size}", partial(two, causal=True, return_entropy=True)
+        yield f"ReRoPE, long, both directions, d {size}", partial(two, causal=False)
 
 
 def compile_call(number: int, card: Any, run: Callable[[], Any]) -> Iterator[dict[str, Any]]:
@@ -125,13 +136,16 @@ def compile_call(number: int, card: Any, run: Callable[[], Any]) -> Iterator[dic
         compiled.append(compile_kernel(kernel, *arguments, grid=grid, warmup=True, **options))
         return StubKernel(Launches())
 
-    before = set_switches(DEFAULTS | {BAND_POINTERS})
+    before = set_switches(DEFAULTS | {BAND_POINTERS, BAND_SPANS_PADDING})
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(stub_gpu(card))
             stack.enter_context(patch.object(driver, "_active", CardDriver(number, card)))
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
+            stack.enter_context(
+                patch.object(spans, "MIN_PAIRS", 0)
+            )  # few heads at a time, as on a CPU
             stack.enter_context(patch.object(torch, "empty", torch.zeros))  # indices that no kernel writes
             run()
     except NotImplementedError as error:  # an operation of PyTorch that needs the card, such as its own attention

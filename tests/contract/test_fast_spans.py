@@ -10,7 +10,7 @@ from isentrope.backends.band.spans import MAX_SPANS, _find_places
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
 from isentrope.core.region import Region
-from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, DEFAULTS
+from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_SPANS_PADDING, DEFAULTS
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import RECIPES, error, recipe_of
@@ -29,7 +29,8 @@ METHODS = (
 )
 
 
-WAYS = (DEFAULTS | {BAND_BACKWARD}, DEFAULTS - {BAND_ENTROPY} | {BAND_BACKWARD})  # entropy in the same pass, and not
+ALL = DEFAULTS | {BAND_BACKWARD, BAND_SPANS_PADDING}
+WAYS = (ALL, ALL - {BAND_ENTROPY})  # entropy in the same pass, and not
 
 
 @pytest.fixture
@@ -43,8 +44,9 @@ def launches(monkeypatch):
         count.append(arguments)
         return launch(*arguments)
 
-    monkeypatch.setattr(switches, "_on", DEFAULTS | {BAND_BACKWARD})
+    monkeypatch.setattr(switches, "_on", ALL)
     monkeypatch.setattr(spans, "MIN_QUERIES", 0)
+    monkeypatch.setattr(spans, "MIN_PAIRS", 0)
     monkeypatch.setattr(hopper_kernel, "launch", counted)
     return count
 
@@ -126,13 +128,13 @@ def test_places_are_what_regions_see():
                 q, k, v = setting.tensors(torch.float32)
                 call = build_call(Inputs(q, k, v, causal=causal, **setting.arguments()), recipe_of(text).resolve())
                 layout, regions = call.layout, tuple(branch.region for branch in call.branches)
-                places = _find_places(layout, regions)
+                places, pairs = _find_places(layout, regions)
                 if places is None:
                     continue
                 assert len(places) <= MAX_SPANS
                 seen = [torch.zeros(layout.visible(region)[:, 0].shape, dtype=torch.bool) for region in regions]
                 slot = torch.arange(keys)
-                for n, (left, right, interval) in places:
+                for n, left, right, interval in places:
                     if interval is None:
                         apart = slot - torch.arange(keys - queries, keys)[:, None]
                         part = ((apart >= -left) & (apart <= right))[None]
@@ -145,5 +147,7 @@ def test_places_are_what_regions_see():
                     if rows and not layout.padded_queries_matter:
                         truth = truth & ~layout.padding()[0][..., None]
                     assert torch.equal(ours.expand_as(truth), truth), (text, rows, causal)
+                if not rows:
+                    assert pairs == sum(int(part.sum()) for part in seen)
                 count += 1
     assert count > 100

@@ -32,6 +32,6 @@ def test_the_kernel_for_hopper_compiles(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     registers = importlib.import_module("registers")
     calls = dict(registers.list_calls())
-    rows = list(registers.compile_call(2, registers.CARDS["sm_90 (H100, H200)"], calls["ReRoPE, padded, d 64"]))
+    rows = list(registers.compile_call(2, registers.CARDS["sm_90 (H100, H200)"], calls["ReRoPE, long, padded, d 64"]))
     assert {row["kernel"] for row in rows} == {"_rotate_and_scale", "_attend_spans"}
     assert all(row["shared_bytes"] <= row["limit_bytes"] for row in rows)

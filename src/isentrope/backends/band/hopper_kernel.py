@@ -103,7 +103,7 @@ def launch(
         _attend_spans,
         (programs, 1, 1),
         (
-            *(x.q for x in given), *described, *[q] * (MAX_SPANS - len(spans)),
+            *(x.q for x in given), *described, *[described[0]] * (MAX_SPANS - len(spans)),
             describe_blocks(v, COLUMNS.value, swizzled=True), out, lse, lse if entropy is None else entropy, taken,
             *(x.angles[0] if x.angles else lse for x in given), *(x.angles[1] if x.angles else lse for x in given),
             *(lse if x.tau is None else x.tau for x in given), *(lse if x.offset is None else x.offset for x in given),
@@ -215,18 +215,6 @@ def _multiply(PART: gl.constexpr, results, scale, q_smem, shared, operands, stri
             if FOLDED:
                 a2, b2 = load_halves(q[2] + q_offset, row, valid, q_row, lane, HALF)
             c2, d2 = load_angles(cos[2], sin[2], angle_strides[2], batch, row, valid, lane, a, ROTATE & 4)
-        factors = (
-            load_rows(tau[0], tau_strides[0], batch, head, row, valid, TAU & 1),
-            load_rows(tau[1], tau_strides[1], batch, head, row, valid, TAU & 2),
-            load_rows(tau[2], tau_strides[2], batch, head, row, valid, TAU & 4),
-        )
-        score_rows = start + gl.arange(0, ROWS, score_row)
-        rows_valid = score_rows < queries
-        summands = (
-            load_rows(offsets[0], offset_strides[0], batch, head, score_rows, rows_valid, OFFSET & 1),
-            load_rows(offsets[1], offset_strides[1], batch, head, score_rows, rows_valid, OFFSET & 2),
-            load_rows(offsets[2], offset_strides[2], batch, head, score_rows, rows_valid, OFFSET & 4),
-        )
         halves, angles = ((a, b), (a1, b1), (a2, b2)), ((c0, d0), (c1, d1), (c2, d2))
         for s in gl.static_range(SPANS):
             x, y = halves[s][0].to(gl.float32), halves[s][1].to(gl.float32)
@@ -235,11 +223,14 @@ def _multiply(PART: gl.constexpr, results, scale, q_smem, shared, operands, stri
             if (ROTATE >> s) & 1:
                 x, y = x * angles[s][0] - y * angles[s][1], y * angles[s][0] + x * angles[s][1]
             if (TAU >> s) & 1:
-                x, y = x * factors[s][:, None], y * factors[s][:, None]
+                factor = load_rows(tau[s], tau_strides[s], batch, head, row, valid)[:, None]
+                x, y = x * factor, y * factor
             block = gl.join(x, y).permute((0, 2, 1)).reshape((ROWS, SIZE)).to(dtype)
             q_smem.index(PART * SPANS + s).store(block)
         fence_async_shared()
 
+        score_rows = start + gl.arange(0, ROWS, score_row)
+        rows_valid = score_rows < queries
         position = score_rows + keys - queries
         row_max = gl.full((ROWS,), NOTHING, gl.float32, score_row)
         row_sum, gap = zero, zero
@@ -256,7 +247,9 @@ def _multiply(PART: gl.constexpr, results, scale, q_smem, shared, operands, stri
                 interval = batch * interval_batch + score_rows
                 low = gl.load(lows[s] + interval, mask=rows_valid, other=0)
                 high = gl.load(highs[s] + interval, mask=rows_valid, other=0)
-            offset = summands[s] / LN2
+            offset = zero
+            if (OFFSET >> s) & 1:
+                offset = load_rows(offsets[s], offset_strides[s], batch, head, score_rows, rows_valid) / LN2
             lowest, highest = get_number(tile_info, slot, 7 * s + 6), get_number(tile_info, slot, 7 * s + 7)
             # read rather than known, so that the compiler does not keep the addresses of all spans in registers
             q_block = q_smem.index(PART * SPANS + get_number(tile_info, slot, 7 * s + 5))

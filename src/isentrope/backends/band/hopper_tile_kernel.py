@@ -82,13 +82,10 @@ def get_number(tile_info, slot, n: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(x, strides, batch, head, row, valid, GIVEN: gl.constexpr):
-    """Load a value for each row of a tile, (batch or 1, heads or 1, queries); zeros where none is given."""
-    value = gl.zeros_like(row).to(gl.float32)
-    if GIVEN:
-        pointer = x + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
-        value = gl.load(pointer, mask=valid, other=0.0).to(gl.float32)
-    return value
+def load_rows(x, strides, batch, head, row, valid):
+    """Load a value for each row of a tile, (batch or 1, heads or 1, queries)."""
+    pointer = x + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[2]
+    return gl.load(pointer, mask=valid, other=0.0).to(gl.float32)
 
 
 @gluon.jit

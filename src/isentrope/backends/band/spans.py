@@ -17,11 +17,15 @@ from isentrope.core.compile import cuda_capability_major
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region, Span
 from isentrope.core.rotation import Angles
-from isentrope.core.switches import BAND_SPANS, is_on
+from isentrope.core.switches import BAND_SPANS, BAND_SPANS_PADDING, is_on
 
 MAX_SPANS = 3  # those whose queries and blocks of keys fit into shared memory
 HEAD_DIMS = (64, 128)
 TILE_QUERIES = 128
+# pairs of a query and a key that it sees, of all heads: with fewer, a call waits for the host rather than its kernels
+MIN_PAIRS = 400_000_000
+MAX_KEYS = 1 << 15  # of far spans in whole rows: longer ones are not timed, and PyTorch's kernels cost nothing there
+SAMPLES = 64  # queries whose keys are counted
 MIN_QUERIES = 128 * TILE_QUERIES  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
 HOPPER = 9  # major compute capability, the only one with its tensor cores' instructions
 # Gluon changes from one release of Triton to the next; others take the band's kernel in Triton
@@ -53,8 +57,8 @@ def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended |
     q = call.q
     if q.shape[0] * q.shape[1] * q.shape[2] < MIN_QUERIES or not _takes_tensors(q, call.v) or call.scale <= 0:
         return None
-    places = _place_spans(call.layout, [branch.region for branch in call.branches])
-    if places is None:
+    places = _place_spans(call.layout, [branch.region for branch in call.branches], q.shape[0] * q.shape[1])
+    if places is None or (needs_zeros(call.layout) and not is_on(BAND_SPANS_PADDING)):
         return None
     call = blank_queries(call)
     keys: list[Tensor] = []
@@ -63,9 +67,9 @@ def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended |
         k = next(same, None)
         keys.append(call.fold_keys(branch) if k is None else k)
     spans = []
-    for n, place in places:
+    for n, left, right, interval in places:
         branch = call.branches[n]
-        spans.append(KeySpan(call.q, keys[n], *place, branch.query_angles, branch.tau, branch.offset))
+        spans.append(KeySpan(call.q, keys[n], left, right, interval, branch.query_angles, branch.tau, branch.offset))
     return _launch(spans, call.v, call.scale, call.normalise, needs_zeros(call.layout), need_entropy)
 
 
@@ -76,10 +80,13 @@ def forward_folded_spans(branches: Sequence[FoldedBranch]) -> Attended | None:
         return None
     if any(x.q.stride() != q.stride() or x.scale != first.scale for x in branches):
         return None
-    places = _place_spans(first.layout, [branch.region for branch in branches])
+    places = _place_spans(first.layout, [branch.region for branch in branches], q.shape[0] * q.shape[1])
     if places is None:
         return None
-    spans = [KeySpan(branches[n].q, branches[n].k, *place, offset=branches[n].offset) for n, place in places]
+    spans = [
+        KeySpan(branches[n].q, branches[n].k, left, right, interval, offset=branches[n].offset)
+        for n, left, right, interval in places
+    ]
     return _launch(spans, first.v, first.scale, False)
 
 
@@ -109,29 +116,49 @@ def _has_kernel(device: torch.device) -> bool:
     return FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
 
 
-Place = tuple[int, int, Interval | None]  # `left`, `right` and `interval` of a KeySpan
+class Place(NamedTuple):
+    """Where a span of a region is: its number, and `left`, `right` and `interval` of a KeySpan."""
+
+    region: int
+    left: int
+    right: int
+    interval: Interval | None = None
 
 
-def _place_spans(layout: Layout, regions: Iterable[Region]) -> list[tuple[int, Place]] | None:
-    """Return the spans of regions, each with the number of its region; those with a query's own key come first."""
+def _place_spans(layout: Layout, regions: Iterable[Region], heads: int) -> list[Place] | None:
+    """Return the spans of regions, or None where the kernel does not take them, or gains nothing.
+
+    Args:
+        layout: of the call.
+        regions: of its branches.
+        heads: of all its rows.
+    """
     regions = tuple(regions)
-    return layout.cached(("key spans", *regions), lambda: _find_places(layout, regions))
+    places, pairs = layout.cached(("key spans", *regions), lambda: _find_places(layout, regions))
+    return places if heads * pairs >= MIN_PAIRS else None
 
 
-def _find_places(layout: Layout, regions: tuple[Region, ...]) -> list[tuple[int, Place]] | None:
+def _find_places(layout: Layout, regions: tuple[Region, ...]) -> tuple[list[Place] | None, float]:
+    """Return the places of spans, those with a query's own key first, and the pairs of a head; inf if not known."""
     spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
+    queries, keys = layout.queries, layout.keys
     if not 0 < len(spans) <= MAX_SPANS:
-        return None
-    places: list[tuple[int, Place]] = []
+        return None, 0
+    order = sorted(range(len(spans)), key=lambda i: not spans[i][1].low <= 0 < spans[i][1].high)
     if not layout.plain:
         intervals = [pair for region in regions for pair in list_intervals(layout, region)]
-        places = [(n, (0, 0, pair)) for (n, _), pair in zip(spans, intervals, strict=True)]
-    elif layout.queries > layout.keys or any(span.depends_on_place for _, span in spans):
-        return None
-    else:
-        places = [(n, (*_bound(span, layout.keys), None)) for n, span in spans]
-    order = sorted(range(len(spans)), key=lambda i: not spans[i][1].low <= 0 < spans[i][1].high)
-    return [places[i] for i in order]
+        return [Place(spans[i][0], 0, 0, intervals[i]) for i in order], inf
+    if queries > keys or any(span.depends_on_place for _, span in spans) or (len(spans) > 1 and keys > MAX_KEYS):
+        return None, 0
+    places = [Place(spans[i][0], *_bound(spans[i][1], keys)) for i in order]
+    return places, sum(_count_pairs(place, queries, keys) for place in places)
+
+
+def _count_pairs(place: Place, queries: int, keys: int) -> int:
+    """Return about how many pairs of a query and a key a span of a whole row has."""
+    step = -(-queries // SAMPLES)
+    seen = (min(x + place.right + 1, keys) - max(x - place.left, 0) for x in range(keys - queries, keys, step))
+    return step * sum(max(0, count) for count in seen)
 
 
 def _bound(span: Span, keys: int) -> tuple[int, int]:
