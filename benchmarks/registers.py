@@ -143,9 +143,7 @@ def compile_call(number: int, card: Any, run: Callable[[], Any]) -> Iterator[dic
             stack.enter_context(stub_gpu(card))
             stack.enter_context(patch.object(driver, "_active", CardDriver(number, card)))
             stack.enter_context(patch.object(JITFunction, "run", compile_only))
-            stack.enter_context(
-                patch.object(spans, "MIN_PAIRS", 0)
-            )  # few heads at a time, as on a CPU
+            stack.enter_context(patch.object(spans, "MIN_PAIRS", 0))  # few heads at a time, as on a CPU
             stack.enter_context(patch.object(torch, "empty", torch.zeros))  # indices that no kernel writes
             run()
     except NotImplementedError as error:  # an operation of PyTorch that needs the card, such as its own attention
