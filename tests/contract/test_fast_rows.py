@@ -22,6 +22,7 @@ from isentrope.core.switches import (
     BAND_ENTROPY,
     BAND_POINTERS,
     BAND_ROWS,
+    BAND_SPANS_PADDING,
     DEFAULTS,
 )
 from isentrope.functional import attention
@@ -338,7 +339,7 @@ def test_ranges_of_queries_are_those_that_see_a_block_of_keys():
 
 def test_switches_change_the_defaults():
     every = set(switches.SWITCHES)
-    assert switches.parse_switches("") == DEFAULTS == every - {BAND_BACKWARD, BAND_POINTERS}
+    assert switches.parse_switches("") == DEFAULTS == every - {BAND_BACKWARD, BAND_POINTERS, BAND_SPANS_PADDING}
     assert switches.parse_switches("-band-rows") == DEFAULTS - {BAND_ROWS}
     assert switches.parse_switches("band-backward, -band-rows") == DEFAULTS - {BAND_ROWS} | {BAND_BACKWARD}
     assert switches.parse_switches("all,-band-rows") == every - {BAND_ROWS}

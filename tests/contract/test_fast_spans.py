@@ -45,7 +45,7 @@ def launches(monkeypatch):
         return launch(*arguments)
 
     monkeypatch.setattr(switches, "_on", ALL)
-    monkeypatch.setattr(spans, "MIN_QUERIES", 0)
+    monkeypatch.setattr(spans, "MIN_TILES", 0)
     monkeypatch.setattr(spans, "MIN_PAIRS", 0)
     monkeypatch.setattr(hopper_kernel, "launch", counted)
     return count

@@ -8,6 +8,8 @@ Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 Without gradients it also takes padded and packed rows and both directions, with the visible slots of each query in
 place of a band (`intervals`), a linear bias (`slopes`), and entropy in the same pass. Off by default
 (`core/switches.py`): a backward of its own, and cards without a copy engine.
+
+On Hopper a kernel in Gluon goes over near and far keys in one pass instead (`spans`), where it gains.
 """
 
 from __future__ import annotations

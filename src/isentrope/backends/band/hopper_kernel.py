@@ -298,7 +298,7 @@ def _multiply(PART: gl.constexpr, results, scale, q_smem, shared, operands, stri
         mbarrier.arrive(v_empty.index(stage), count=1)
         mbarrier.arrive(tile_empty.index(slot), count=1)
 
-        seen = row_sum > 0
+        seen = row_sum != 0  # NaN stays
         row_sum = gl.where(seen, row_sum, 1.0)
         index = (batch.to(gl.int64) * heads + head) * queries + score_rows
         total = gl.where(seen, (row_max + gl.log2(row_sum)) * LN2, NOTHING)

@@ -18,7 +18,7 @@ NUMBERS = gl.constexpr(1 + 7 * MAX_SPANS)  # of a tile: its own, and for each sp
 LN2 = gl.constexpr(log(2))
 NOTHING = gl.constexpr(float("-inf"))
 HIDDEN = gl.constexpr(-1e30)  # in place of -inf, since 0 · -inf is not a number
-LOWEST = gl.constexpr(-1e20)  # below any score
+LOWEST = gl.constexpr(-1e20)  # below any score of a key that is seen, above any hidden one
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def load_angles(cos, sin, strides, batch, row, valid, lane, default, ROTATE: gl.
     """Load the cosines and sines of each query, or return a default where there are none."""
     c, d = default, default
     if ROTATE:
-        offset = batch * strides[0] + row[:, None].to(gl.int64) * strides[1] + lane[None, :]
+        offset = batch.to(gl.int64) * strides[0] + row[:, None].to(gl.int64) * strides[1] + lane[None, :]
         c = gl.load(cos + offset, mask=valid[:, None], other=1.0)
         d = gl.load(sin + offset, mask=valid[:, None], other=0.0)
     return c, d

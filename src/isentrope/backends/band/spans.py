@@ -26,10 +26,11 @@ TILE_QUERIES = 128
 MIN_PAIRS = 400_000_000
 MAX_KEYS = 1 << 15  # of far spans in whole rows: longer ones are not timed, and PyTorch's kernels cost nothing there
 SAMPLES = 64  # queries whose keys are counted
-MIN_QUERIES = 128 * TILE_QUERIES  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
+MIN_TILES = 128  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
+ENTROPY_SCALES = (1e-6, 1e6)  # factors of scores with which those of hidden keys stay finite, and below all others
 HOPPER = 9  # major compute capability, the only one with its tensor cores' instructions
-# Gluon changes from one release of Triton to the next; others take the band's kernel in Triton
-FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
+# Gluon changes from one release of Triton to the next: that on which the kernel ran; others take `kernel.py`
+TRITON_RELEASES = ((3, 6),)
 
 
 class KeySpan(NamedTuple):
@@ -54,8 +55,8 @@ class KeySpan(NamedTuple):
 
 def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended | None:
     """Compute a call, whose padding may be anything; None where the kernel does not take it."""
-    q = call.q
-    if q.shape[0] * q.shape[1] * q.shape[2] < MIN_QUERIES or not _takes_tensors(q, call.v) or call.scale <= 0:
+    q, (lowest, highest) = call.q, ENTROPY_SCALES
+    if not _takes_tensors(q, call.v, call.scale) or (need_entropy and not lowest < call.scale < highest):
         return None
     places = _place_spans(call.layout, [branch.region for branch in call.branches], q.shape[0] * q.shape[1])
     if places is None or (needs_zeros(call.layout) and not is_on(BAND_SPANS_PADDING)):
@@ -76,7 +77,7 @@ def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended |
 def forward_folded_spans(branches: Sequence[FoldedBranch]) -> Attended | None:
     """Compute branches whose queries are folded and whose padding is zeros; None where the kernel takes them not."""
     first, q = branches[0], branches[0].q
-    if q.shape[0] * q.shape[1] * q.shape[2] < MIN_QUERIES or not _takes_tensors(q, first.v) or first.scale <= 0:
+    if not _takes_tensors(q, first.v, first.scale) or any(x.biased or x.chosen is not None for x in branches):
         return None
     if any(x.q.stride() != q.stride() or x.scale != first.scale for x in branches):
         return None
@@ -100,8 +101,10 @@ def _launch(
     return Attended(out, lse, None if entropy is None else entropy.clamp_min(0))
 
 
-def _takes_tensors(q: Tensor, v: Tensor) -> bool:
-    size = q.shape[-1]
+def _takes_tensors(q: Tensor, v: Tensor, scale: float) -> bool:
+    batch, heads, queries, size = q.shape
+    if batch * heads * (queries // TILE_QUERIES) < MIN_TILES or scale <= 0:
+        return False
     if size not in HEAD_DIMS or v.shape[-1] != size or q.stride(-1) != 1:
         return False
     return is_on(BAND_SPANS) and q.is_cuda and _has_kernel(q.device)
@@ -113,7 +116,7 @@ def _has_kernel(device: torch.device) -> bool:
         return False
     import triton  # type: ignore[import-untyped]
 
-    return FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
+    return tuple(map(int, triton.__version__.split(".")[:2])) in TRITON_RELEASES
 
 
 class Place(NamedTuple):
@@ -146,7 +149,10 @@ def _find_places(layout: Layout, regions: tuple[Region, ...]) -> tuple[list[Plac
         return None, 0
     order = sorted(range(len(spans)), key=lambda i: not spans[i][1].low <= 0 < spans[i][1].high)
     if not layout.plain:
-        intervals = [pair for region in regions for pair in list_intervals(layout, region)]
+        lists = [list_intervals(layout, region)[: len(region.spans)] for region in regions]
+        intervals = [interval for each in lists for interval in each]
+        if len({low.shape for low, _ in intervals}) > 1:  # the kernel has one stride for all
+            return None, 0
         return [Place(spans[i][0], 0, 0, intervals[i]) for i in order], inf
     if queries > keys or any(span.depends_on_place for _, span in spans) or (len(spans) > 1 and keys > MAX_KEYS):
         return None, 0
