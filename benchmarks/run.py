@@ -61,6 +61,8 @@ def main() -> None:
     for name in names:
         if name not in GROUPS:
             parser.error(f"--only: expected some of {', '.join(GROUPS)}, got {name!r}")
+    if options.defaults and "targets" not in names:
+        parser.error(f"--defaults: expected --only to have targets, got {options.only!r}")
     size = replace(sizes(options.quick), switched=not options.defaults)
     chosen = groups(size, names, options.model, options.gguf_file)
     console = Console()

@@ -42,7 +42,7 @@ from isentrope.backends.band.hopper_tile_kernel import (
     put_number,
     weigh_scores,
 )
-from isentrope.backends.band.spans import MAX_SPANS, TILE_QUERIES, KeySpan
+from isentrope.backends.band.key_span import MAX_SPANS, TILE_QUERIES, KeySpan
 from isentrope.core.compile import count_multiprocessors
 from isentrope.core.launching import launch_kernel
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides
@@ -85,7 +85,7 @@ def launch(
         return out, lse
     tiles = -(-queries // TILE_QUERIES) * heads * batch
     nearby = max(1, CACHED_BYTES // ((1 + len(spans)) * keys * size * k.element_size())) * (heads // kv_heads)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)  # tiles after each program's first
     programs = min(tiles, count_multiprocessors(q.device))
     described = [describe_blocks(x.k, COLUMNS.value, swizzled=True) for x in spans]
     given = spans + [spans[0]] * (MAX_SPANS - len(spans))

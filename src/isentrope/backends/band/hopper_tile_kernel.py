@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from isentrope.backends.band.spans import MAX_SPANS, TILE_QUERIES
+from isentrope.backends.band.key_span import MAX_SPANS, TILE_QUERIES
 
 WARPGROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(TILE_QUERIES // 2)  # queries of a warpgroup

@@ -10,47 +10,25 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.band.intervals import Attended, Interval, list_intervals
+from isentrope.backends.band.key_span import MAX_SPANS, TILE_QUERIES, KeySpan
 from isentrope.backends.padding import blank_queries, needs_zeros
 from isentrope.core.caching import MAX_DEVICES, bounded_cache
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.compile import cuda_capability_major
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region, Span
-from isentrope.core.rotation import Angles
 from isentrope.core.switches import BAND_SPANS, BAND_SPANS_PADDING, is_on
+from isentrope.core.tile_shapes import HOPPER
 
-MAX_SPANS = 3  # those whose queries and blocks of keys fit into shared memory
 HEAD_DIMS = (64, 128)
-TILE_QUERIES = 128
 # pairs of a query and a key that it sees, of all heads: with fewer, a call waits for the host rather than its kernels
 MIN_PAIRS = 400_000_000
 MAX_KEYS = 1 << 15  # of far spans in whole rows: longer ones are not timed, and PyTorch's kernels cost nothing there
 SAMPLES = 64  # queries whose keys are counted
 MIN_TILES = 128  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
 ENTROPY_SCALES = (1e-6, 1e6)  # factors of scores with which those of hidden keys stay finite, and below all others
-HOPPER = 9  # major compute capability, the only one with its tensor cores' instructions
 # Gluon changes from one release of Triton to the next: that on which the kernel ran; others take `kernel.py`
 TRITON_RELEASES = ((3, 6),)
-
-
-class KeySpan(NamedTuple):
-    """Keys that queries see under one rotation.
-
-    q: queries, raw or folded. k: keys ready to multiply.
-    left, right: each query sees the keys from `left` before its own to `right` after it; negative for neither.
-    interval: in their place, the first key of each query and the one after the last, int32 (batch or 1, queries) each.
-    angles: rotation of the queries.
-    tau, offset: a factor of the queries and a summand of the scores, (batch or 1, heads or 1, queries).
-    """
-
-    q: Tensor
-    k: Tensor
-    left: int = 0
-    right: int = 0
-    interval: Interval | None = None
-    angles: Angles | None = None
-    tau: Tensor | None = None
-    offset: Tensor | None = None
 
 
 def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended | None:
@@ -75,7 +53,7 @@ def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended |
 
 
 def forward_folded_spans(branches: Sequence[FoldedBranch]) -> Attended | None:
-    """Compute branches whose queries are folded and whose padding is zeros; None where the kernel takes them not."""
+    """Compute branches of folded queries, whose padding is zeros; None where the kernel does not take them."""
     first, q = branches[0], branches[0].q
     if not _takes_tensors(q, first.v, first.scale) or any(x.biased or x.chosen is not None for x in branches):
         return None
@@ -112,7 +90,7 @@ def _takes_tensors(q: Tensor, v: Tensor, scale: float) -> bool:
 
 @bounded_cache(MAX_DEVICES)
 def _has_kernel(device: torch.device) -> bool:
-    if torch.version.hip is not None or cuda_capability_major(device) != HOPPER:
+    if torch.version.hip is not None or cuda_capability_major(device) != HOPPER:  # its instructions are no other's
         return False
     import triton  # type: ignore[import-untyped]
 
