@@ -78,9 +78,9 @@ def attention(
             have it, and "auto" takes dense.
         backend: "reference", "dense", "sdpa", "flex", "chunked", "decode", "band", "blocks": that one, or an error.
             "auto": on a CPU sdpa; on a GPU decode for one query a row, band (since Hopper, in half precision) for two
-            regions and, without gradients, for windows, padded rows, both directions and entropy, sdpa or flex for the
-            rest; where those refuse, dense at short lengths and chunked at long ones; blocks where far keys are chosen
-            (`Retrieve`).
+            regions, windows, padded rows, both directions and entropy, with gradients on Hopper, and for two regions
+            elsewhere too; sdpa or flex for the rest; where those refuse, dense at short lengths and chunked at long
+            ones; blocks where far keys are chosen (`Retrieve`).
         return_lse: return the log-sum-exp of the scores too; over a single key a temperature is that of two, since its
             law need not be defined at one.
         return_entropy: return the entropy of the attention weights too. It is as exact as the dtype of q and k lets the

@@ -44,7 +44,7 @@ def make_ids(batch, length, seed=1):
 def count_launches(monkeypatch):
     """Count the layers that prepare a launch, and all that run one."""
     counts = {"prepared": 0, "run": 0}
-    for name, key in (("prepare_launch", "prepared"), ("run_launch", "run")):
+    for name, key in (("prepare_launch", "prepared"), ("run_launch", "run"), ("run_earlier", "run")):
         function = getattr(decoding, name)
 
         def counted(*given, function=function, key=key):

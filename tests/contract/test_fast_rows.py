@@ -10,7 +10,7 @@ import torch
 from isentrope import dispatch
 from isentrope.backends.band import backend as band_backend
 from isentrope.backends.band.backend import _get_plan
-from isentrope.backends.band.intervals import find_query_ranges
+from isentrope.backends.band.gradients import find_query_ranges
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
 from isentrope.core.caching import clear_caches
@@ -22,7 +22,6 @@ from isentrope.core.switches import (
     BAND_ENTROPY,
     BAND_POINTERS,
     BAND_ROWS,
-    BAND_SPANS_PADDING,
     DEFAULTS,
 )
 from isentrope.functional import attention
@@ -339,7 +338,7 @@ def test_ranges_of_queries_are_those_that_see_a_block_of_keys():
 
 def test_switches_change_the_defaults():
     every = set(switches.SWITCHES)
-    assert switches.parse_switches("") == DEFAULTS == every - {BAND_BACKWARD, BAND_POINTERS, BAND_SPANS_PADDING}
+    assert switches.parse_switches("") == DEFAULTS == every - {BAND_BACKWARD, BAND_POINTERS}
     assert switches.parse_switches("-band-rows") == DEFAULTS - {BAND_ROWS}
     assert switches.parse_switches("band-backward, -band-rows") == DEFAULTS - {BAND_ROWS} | {BAND_BACKWARD}
     assert switches.parse_switches("all,-band-rows") == every - {BAND_ROWS}

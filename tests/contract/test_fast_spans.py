@@ -10,8 +10,11 @@ from isentrope.backends.band.key_span import MAX_SPANS
 from isentrope.backends.band.spans import _find_places
 from isentrope.builder import Inputs, build_call
 from isentrope.core import switches
-from isentrope.core.region import Region
-from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, BAND_SPANS_PADDING, DEFAULTS
+from isentrope.core.caching import clear_caches
+from isentrope.core.layout import Layout, Rows
+from isentrope.core.partial_layout import PartialLayout, RowTable
+from isentrope.core.region import Region, Span
+from isentrope.core.switches import BAND_BACKWARD, BAND_ENTROPY, DEFAULTS
 from isentrope.functional import attention
 from tests.contract.matrix import Setting
 from tests.contract.test_fast import RECIPES, error, recipe_of
@@ -28,26 +31,27 @@ METHODS = (
     "rerope:window=24+cosine:alpha=16+ssmax:heads=6,bias=True",
     "rerope:window=24+logn:train_length=16,keys=far+share:beta=0.5,reference=8",
 )
-ALL = DEFAULTS | {BAND_BACKWARD, BAND_SPANS_PADDING}
+ALL = DEFAULTS | {BAND_BACKWARD}
 WAYS = (ALL, ALL - {BAND_ENTROPY})  # entropy in the same pass, and not
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """Let the kernel take short rows too, and count what it takes."""
-    from isentrope.backends.band import hopper_kernel
+    from isentrope.backends.band.span_launch import SpanLaunch
 
-    count, launch = [], hopper_kernel.launch
+    count, run = [], SpanLaunch.run
 
-    def counted(*arguments):
-        count.append(arguments)
-        return launch(*arguments)
+    def counted(launch, *tensors):
+        count.append(launch)
+        return run(launch, *tensors)
 
     monkeypatch.setattr(switches, "_on", ALL)
     monkeypatch.setattr(spans, "MIN_TILES", 0)
-    monkeypatch.setattr(spans, "MIN_PAIRS", 0)
-    monkeypatch.setattr(hopper_kernel, "launch", counted)
-    return count
+    monkeypatch.setattr(SpanLaunch, "run", counted)
+    clear_caches(keep_compiled=True)  # whether it takes a call is kept with that
+    yield count
+    clear_caches(keep_compiled=True)
 
 
 @pytest.mark.gpu
@@ -82,14 +86,36 @@ def test_rows_and_directions(text, rows, d, launches, monkeypatch):
     assert len(launches) >= 3
 
 
+@pytest.fixture
+def gradients(monkeypatch):
+    """Count what the backward for Hopper takes."""
+    from isentrope.backends.band import hopper_backward_kernel
+
+    count, launch = [], hopper_backward_kernel.launch
+    monkeypatch.setattr(hopper_backward_kernel, "launch", lambda *a, **k: count.append(a) or launch(*a, **k))
+    return count
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+def test_gradients_in_any_order(gradients):
+    """Of an output whose gradient has a stride between the entries of a vector."""
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    out = attention(q, k, v, METHODS[1], causal=True, lengths=[300, 200], backend="band")
+    grad = torch.randn(*out.shape, 2, device="cuda").bfloat16()[..., 0]
+    ours = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+    expected = torch.autograd.grad(out, (q, k, v), grad.contiguous())
+    assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True)) and gradients
+
+
 @pytest.mark.gpu
 @ONLY_HOPPER
 @pytest.mark.parametrize("text", METHODS[1:])
-def test_gradients(text, launches):
+def test_gradients(text, launches, gradients):
     for d in (64, 128):
         setting = Setting(441, 441, heads=6, kv_heads=3, d=d, dv=d)
         compare(text, setting, True, torch.bfloat16, "cuda", gradients=True)
-    assert launches
+    assert launches and gradients
 
 
 @pytest.mark.gpu
@@ -101,6 +127,55 @@ def test_padding_may_be_anything(rows, launches, monkeypatch):
             monkeypatch.setattr(switches, "_on", switched)
             check_padding(make_setting(rows, d, d, scale=7), torch.bfloat16, "cuda")
     assert launches
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("left_padded", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("text", METHODS[:4])
+def test_gradients_with_any_padding(text, d, left_padded, launches, gradients):
+    """NaN in padding changes no gradient, and has none itself."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes, lengths = ((2, 6, 700, d), (2, 3, 700, d), (2, 3, 700, d)), torch.tensor([700, 300], device="cuda")
+    clean = [torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes]
+    layout = Layout(2, 700, 700, clean[0].device, Rows(lengths=lengths, left_padded=left_padded))
+    layout.padded_queries_matter = False
+    padded = layout.padding()[0][:, None, :, None]
+    results = []
+    for bad in (0.0, torch.nan, torch.inf):
+        q, k, v = (x.masked_fill(padded, bad).requires_grad_() for x in clean)
+        out = attention(q, k, v, recipe_of(text, "cuda"), causal=True, layout=layout, backend="band")
+        weights = torch.linspace(0.5, 1.5, out.numel(), device="cuda", dtype=out.dtype).view_as(out)
+        results.append(torch.autograd.grad(out, (q, k, v), weights.masked_fill(padded, bad)))
+    for grads in results:
+        for ours, expected in zip(grads, results[0], strict=True):
+            assert torch.equal(ours, expected)
+            assert not ours.masked_select(padded).any()
+    assert launches and gradients
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("text", [METHODS[0], METHODS[1], METHODS[3]])
+def test_gradients_of_a_part_of_a_row(text, launches, gradients):
+    """As processes that share a row compute them, each for its queries and some of the keys."""
+    queries, keys = range(512, 1024), range(300, 900)
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [
+        torch.randn(2, heads, len(part), 64, generator=generator, device="cuda").bfloat16()
+        for heads, part in ((6, queries), (3, keys), (3, keys))
+    ]
+    results = []
+    for dtype, backend in ((torch.bfloat16, "band"), (torch.float64, "reference")):
+        layout = PartialLayout(2, queries, keys, RowTable(1024), False, inputs[0].device)
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attention(*leaves, recipe_of(text, "cuda"), causal=True, layout=layout, backend=backend)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device="cuda", dtype=torch.float64).view_as(out)
+        results.append([out.detach(), *torch.autograd.grad((out.double() * weights).sum(), leaves)])
+    for ours, exact in zip(*results, strict=True):
+        assert error(ours, exact) < 8e-2
+    assert gradients
 
 
 @pytest.mark.gpu
@@ -117,6 +192,14 @@ def test_many_tiles_of_one_launch(launches):
     assert error(out, truth.double()) < 2e-2
 
 
+def test_whole_rows_without_a_querys_own_key_are_left_to_other_kernels():
+    """Its tiles might have no key at all."""
+    layout = Layout(1, 60, 60, torch.device("cpu"))
+    assert _find_places(layout, (Region((Span(low=20),)),)) is None
+    assert _find_places(layout, (Region((Span(high=-19),)),)) is None
+    assert _find_places(layout, (Region((Span(low=-20, high=1),)),)) is not None
+
+
 def test_places_are_what_regions_see():
     """Spans of whole rows by distances, and of padded rows by intervals."""
     count = 0
@@ -127,7 +210,7 @@ def test_places_are_what_regions_see():
                 q, k, v = setting.tensors(torch.float32)
                 call = build_call(Inputs(q, k, v, causal=causal, **setting.arguments()), recipe_of(text).resolve())
                 layout, regions = call.layout, tuple(branch.region for branch in call.branches)
-                places, pairs = _find_places(layout, regions)
+                places = _find_places(layout, regions)
                 if places is None:
                     continue
                 assert len(places) <= MAX_SPANS
@@ -146,7 +229,5 @@ def test_places_are_what_regions_see():
                     if rows and not layout.padded_queries_matter:
                         truth = truth & ~layout.padding()[0][..., None]
                     assert torch.equal(ours.expand_as(truth), truth), (text, rows, causal)
-                if not rows:
-                    assert pairs == sum(int(part.sum()) for part in seen)
                 count += 1
     assert count > 100

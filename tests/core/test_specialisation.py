@@ -23,7 +23,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from isentrope.backends.band import backward_kernel
-from isentrope.backends.band.intervals import find_query_ranges
+from isentrope.backends.band.gradients import find_query_ranges
 from isentrope.core.rotation_kernel import list_strides
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -119,8 +119,8 @@ def test_a_backward_of_new_shapes_compiles_nothing(compiled):
         q, k, v = make_tensors(batch, heads, kv_heads, queries, keys)
         interval = torch.zeros(1, queries, dtype=torch.int32), torch.arange(1, queries + 1, dtype=torch.int32)[None]
         ranges = find_query_ranges(interval, keys, *backward_kernel.choose_blocks(64, 64)[:2])
-        lse = torch.zeros(batch, heads, queries)
-        backward_kernel.launch(q, k, v, torch.zeros_like(q), lse, lse, 0.125, interval, ranges, q.dtype)
+        terms = torch.zeros(2, batch, heads, queries)
+        backward_kernel.launch(q, k, v, torch.zeros_like(q), terms, 0.125, interval, ranges, q.dtype)
         known = set(compiled) if known is None else known
         assert len(known) == 2 and compiled == known, (batch, heads, queries)
 

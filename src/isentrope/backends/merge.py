@@ -72,7 +72,7 @@ class MergedBackend(Backend):
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Compute all branches, span by span, under autograd where that is needed."""
-        if _can_rotate_back(call):
+        if can_rotate_back(call):
             return RotatedAttention.apply(self, call, call.q, call.k, call.v)
         branches = [part for branch in self.list_branches(call) for part in branch.split_spans()]
         operands = [x for branch in branches for x in (branch.q, branch.k, branch.offset)]
@@ -277,7 +277,7 @@ def _match_order(grad: Tensor, out: Tensor) -> Tensor:
     return torch.empty_like(out).copy_(grad)
 
 
-def _can_rotate_back(call: AttentionCall) -> bool:
+def can_rotate_back(call: AttentionCall) -> bool:
     """Return whether q, k or v has a gradient and nothing else has, and kernels fold q and k by rotation alone."""
     if torch.compiler.is_compiling() or not can_run_triton(call.q) or call.normalise or not call.needs_grad:
         return False

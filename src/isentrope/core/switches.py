@@ -18,25 +18,24 @@ BAND_POINTERS = "band-pointers"
 BAND_CHUNKED_PREFILL = "band-chunked-prefill"
 BAND_SLOPES = "band-slopes"
 BAND_SPANS = "band-spans"
-BAND_SPANS_PADDING = "band-spans-padding"
+BAND_SPANS_BACKWARD = "band-spans-backward"
 ONE_QUERY = "retrieve-one-query"
 PACKED_PADDING = "packed-padding"
 SWITCHES = {
     ALIBI_COLUMNS: "ALiBi that the band kernel does not take: positions as further columns of q and k",
     BAND_ROWS: "padded and packed rows, and both directions, on the band kernel",
     BAND_ENTROPY: "entropy in the band kernel's own pass",
-    BAND_BACKWARD: "the backward of the band kernel in Triton",
+    BAND_BACKWARD: "the backward of the band kernel in Triton, where that for Hopper does not run",
     BAND_POINTERS: "the band kernel on cards without copy engine",
     BAND_CHUNKED_PREFILL: "a chunk of queries against a longer cache: far keys as a rectangle and a triangle",
     BAND_SLOPES: "ALiBi on the band kernel, without keys too far to count",
     BAND_SPANS: "near and far keys in one pass, on Hopper: the band's kernel in Gluon",
-    BAND_SPANS_PADDING: "the same where padding may be anything",
+    BAND_SPANS_BACKWARD: "the backward of windows, padded and packed rows, and both directions in Gluon, on Hopper",
     ONE_QUERY: "one query that chooses far keys in two launches",
     PACKED_PADDING: "padded rows as one packed row, where FlexAttention would compute much padding",
 }
-# by benchmarks/results/2026-11-19-h200-spans-2.json and -targets.json: the backward is slower than PyTorch's;
-# pointers are not timed, and padding that may be anything is not proven on a GPU
-DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS, BAND_SPANS_PADDING}
+# by files of benchmarks/results: the backward in Triton was slower than PyTorch's; pointers are not timed
+DEFAULTS = frozenset(SWITCHES) - {BAND_BACKWARD, BAND_POINTERS}
 
 
 def parse_switches(text: str) -> frozenset[str]:

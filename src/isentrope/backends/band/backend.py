@@ -7,9 +7,10 @@ Gradients are those of PyTorch's kernels, from its output and log-sum-exp.
 
 Without gradients it also takes padded and packed rows and both directions, with the visible slots of each query in
 place of a band (`intervals`), a linear bias (`slopes`), and entropy in the same pass. Off by default
-(`core/switches.py`): a backward of its own, and cards without a copy engine.
+(`core/switches.py`): a backward of its own in Triton, and cards without a copy engine.
 
-On Hopper a kernel in Gluon goes over near and far keys in one pass instead (`spans`), where it gains.
+On Hopper a kernel in Gluon goes over near and far keys in one pass instead (`spans`), and others compute gradients of
+all but whole triangles (`gradients`).
 """
 
 from __future__ import annotations
@@ -23,26 +24,31 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.band.corner import split_corner
-from isentrope.backends.band.intervals import (
-    backward_intervals,
-    forward_folded,
-    forward_intervals,
-    has_faster_kernels,
-)
+from isentrope.backends.band.gradients import backward_intervals, has_fast_gradients, takes_gradients
+from isentrope.backends.band.intervals import forward_folded, forward_intervals, has_faster_kernels
 from isentrope.backends.band.slopes import find_window, forward_slopes
-from isentrope.backends.band.spans import forward_folded_spans, forward_spans
-from isentrope.backends.merge import BranchGradients, MergedBackend, PartialOutput, TileOutput, add_offset
-from isentrope.backends.padding import blank_padding
-from isentrope.backends.protocol import TRITON_HEAD_DIMS, triton_refusal
+from isentrope.backends.band.spans import forward_folded_spans, forward_spans, takes_spans
+from isentrope.backends.merge import (
+    BranchGradients,
+    MergedBackend,
+    PartialOutput,
+    TileOutput,
+    add_offset,
+    can_rotate_back,
+)
+from isentrope.backends.padding import blank_padding, blank_queries
+from isentrope.backends.protocol import triton_refusal
 from isentrope.backends.sdpa import MAX_MASKED_QUERIES, SDPABackend, forward_band
 from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import can_run_triton, cuda_capability_major
+from isentrope.core.compile import cuda_capability_major
 from isentrope.core.region import Band, Region, Span
 from isentrope.core.switches import BAND_BACKWARD, BAND_CHUNKED_PREFILL, BAND_ENTROPY, BAND_POINTERS, BAND_ROWS, is_on
 
 MAX_SINKS = 64
 MAX_INTERVAL_Q_ELEMENTS = 1 << 30  # of several branches, whose outputs are held two at a time: 2 GiB each
 MIN_TURNED_QUERIES = 12288  # from here on turning tensors around for an upper triangle costs less than it gains
+# of all heads, for windows alone with gradients: with fewer, calls wait for the host, for which PyTorch's are less work
+MIN_WINDOW_QUERIES = 1 << 17
 AMPERE, HOPPER = 8, 9  # major compute capability
 
 
@@ -86,6 +92,9 @@ class BandBackend(SDPABackend):
             return whole_rows + (rows if is_on(BAND_ROWS) else "")
         if not call.needs_grad or (by_interval and is_on(BAND_BACKWARD)):
             return None
+        gains = plan is None or by_interval or plan.far or call.q.shape[:3].numel() >= MIN_WINDOW_QUERIES
+        if gains and has_fast_gradients(call.q, call.v):
+            return None
         if not _has_backward(plan) or split_corner(call) is not None:
             return "it has no backward but of a window with a triangle of far keys, and first keys beside them"
         return None
@@ -102,14 +111,19 @@ class BandBackend(SDPABackend):
         """
         if self.refusal(call) is not None:
             return False
-        plan = _get_plan(call)
-        if plan is None and find_window(call) is None:
+        plan, window = _get_plan(call), find_window(call)
+        if window is None and takes_spans(call):  # which holds keys under each rotation, and no second output
+            return len(call.branches) == 1 or call.q.numel() <= MAX_INTERVAL_Q_ELEMENTS
+        if plan is None and window is None:
             return call.q.numel() <= MAX_INTERVAL_Q_ELEMENTS
         return plan is None or not plan.far
 
     def forward(self, call: AttentionCall, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-        if call.needs_grad:
-            return MergedBackend.forward(self, blank_padding(call), need_lse)
+        if call.needs_grad:  # what folds padding under autograd would find NaN in it
+            kept = has_fast_gradients(call.q, call.v) and can_rotate_back(call)
+            return MergedBackend.forward(self, blank_queries(call) if kept else blank_padding(call), need_lse)
+        if find_window(call) is None and (attended := forward_spans(call)) is not None:
+            return attended[:2]
         parts = split_corner(call)
         if parts is None or _get_plan(call) is None:
             return self.run_kernel(call)
@@ -129,8 +143,6 @@ class BandBackend(SDPABackend):
 
     def run_kernel(self, call: AttentionCall, far: PartialOutput | None = None) -> tuple[Tensor, Tensor]:
         """Run the kernel, which merges `far`, the output of other keys, with that of the call."""
-        from isentrope.backends.band.kernel import launch
-
         if (window := find_window(call)) is not None:
             return forward_slopes(call, window, far)[:2]
         if far is None and (attended := forward_spans(call)) is not None:
@@ -145,6 +157,8 @@ class BandBackend(SDPABackend):
         if plan.far:
             assert far is None
             far = self._forward_far(call, plan)
+        from isentrope.backends.band.kernel import launch
+
         return launch(
             call.q, k, call.v, plan.left, plan.right, near.query_angles, near.tau, call.scale, call.normalise,
             plan.sinks, sink_keys, sink.query_angles, sink.tau, sink.offset, far,
@@ -182,8 +196,13 @@ class BandBackend(SDPABackend):
         far = _merge_parts([(self.forward_branch(branch), branch.offset) for branch in others], near.q)
         return launch(near.q, near.k, near.v, plan.left, plan.right, None, None, near.scale, False, far=far)
 
+    def forward_branch(self, branch: FoldedBranch) -> PartialOutput:
+        if branch.layout.plain:
+            return super().forward_branch(branch)
+        return PartialOutput(*forward_folded([branch.set_operands(branch.q, branch.k, branch.v, None)]))
+
     def backward_branch(self, branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> BranchGradients:
-        if is_on(BAND_BACKWARD) and _takes_backward(branch):
+        if takes_gradients(branch):
             return BranchGradients(*backward_intervals(branch, grad, out, lse))
         return super().backward_branch(branch, grad, out, lse)
 
@@ -218,19 +237,6 @@ def _refuse_operands(call: AttentionCall) -> str | None:
 def _takes_intervals(call: AttentionCall) -> bool:
     """Return whether each query of a call is to see intervals of keys: in padded rows, and in both directions."""
     return is_on(BAND_ROWS) and call.layout.queries > MAX_MASKED_QUERIES and not has_faster_kernels(call)
-
-
-def _takes_backward(branch: FoldedBranch) -> bool:
-    """Return whether Triton's backward is to compute a branch: PyTorch's is faster for triangles and all pairs."""
-    layout, (q, k, v) = branch.layout, (branch.q, branch.k, branch.v)
-    if branch.biased or branch.chosen is not None or not can_run_triton(q) or torch.compiler.is_compiling():
-        return False
-    if any(x.shape[-1] not in TRITON_HEAD_DIMS or x.stride(-1) != 1 for x in (q, k, v)) or q.dtype == torch.float64:
-        return False
-    if not layout.plain or len(branch.region.spans) != 1:
-        return True
-    band = branch.region.spans[0].to_band(layout.queries, layout.keys)
-    return band is not None and not (band.full or band.causal)
 
 
 def _get_plan(call: AttentionCall) -> BandPlan | None:

@@ -27,10 +27,9 @@ def launch(
     k: Tensor,
     v: Tensor,
     grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    terms: Tensor,
     scale: float,
-    intervals: tuple[Tensor, Tensor],
+    interval: tuple[Tensor, Tensor],
     ranges: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,10 +40,9 @@ def launch(
         k: keys, as they are.
         v: values.
         grad: gradient of the output.
-        lse: log-sum-exp of all scores, finite, (batch, heads, queries) in fp32.
-        delta: rowsum(do ∘ o), as lse.
+        terms: as `compute_row_terms` returns them.
         scale: factor of the scores.
-        intervals: the first key that each query sees and the one after the last, int32 (batch or 1, queries) each.
+        interval: the first key that each query sees and the one after the last, int32 (batch or 1, queries) each.
         ranges: blocks of queries that see a block of keys, first and after the last, int32 (batch or 1, blocks, 2).
         dtype: of the gradients.
     """
@@ -52,10 +50,9 @@ def launch(
     kv_heads, keys, value_size = k.shape[1], k.shape[2], v.shape[-1]
     rows, columns, stages, warps = choose_blocks(size, value_size)
     dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
-    low, high = intervals
-    lse, delta = lse.contiguous(), delta.contiguous()
+    low, high = interval
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    tensors = q, k, v, grad, lse, delta, low, high
+    tensors = q, k, v, grad, terms, low, high
     strides = list_strides(q, k, v, grad)
     numbers = heads, queries, keys, 0 if low.shape[0] == 1 else low.stride(0), scale / log(2), scale
     constants = {
@@ -87,20 +84,26 @@ def _load_rows(x, index, valid):
 
 
 @triton.jit
+def _load_terms(terms, index, valid, heads, queries):
+    """Load the log-sum-exps of some queries, and their rowsum(do ∘ o)."""
+    count = tl.num_programs(2).to(tl.int64) * heads * queries
+    return _load_rows(terms, index, valid), _load_rows(terms + count, index, valid)
+
+
+@triton.jit
 def _differentiate(q_block, k_block, v_block, g_block, lse, delta, low, high, column, score_scale, IEEE: tl.constexpr):
     """Return p and ds of a block of pairs, 0 where a pair is not visible."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    log2: tl.constexpr = 1.4426950408889634
     scores = tl.dot(q_block, tl.trans(k_block), input_precision=precision) * score_scale
     visible = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-    p = tl.where(visible, tl.exp2(scores - lse[:, None] * log2), 0.0)
+    p = tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0)
     dp = tl.dot(g_block, tl.trans(v_block), input_precision=precision)
     return p, p * (dp - delta[:, None])
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "interval_batch"])
 def _compute_dq(
-    q, k, v, grad, lse, delta, lows, highs, dq, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    q, k, v, grad, terms, lows, highs, dq, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     g_batch, g_head, g_row, heads, queries, keys, interval_batch, score_scale, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     IEEE: tl.constexpr,
@@ -113,7 +116,7 @@ def _compute_dq(
     low = _load_rows(lows + batch * interval_batch, row, valid)
     high = _load_rows(highs + batch * interval_batch, row, valid)
     index = (batch * heads + head) * queries + row
-    row_lse, row_delta = _load_rows(lse, index, valid), _load_rows(delta, index, valid)
+    row_lse, row_delta = _load_terms(terms, index, valid, heads, queries)
     q_block = _load_block(q + batch * q_batch + head * q_head, row, valid, q_row, SIZE)
     g_block = _load_block(grad + batch * g_batch + head * g_head, row, valid, g_row, VALUE_SIZE)
     k += batch * k_batch + kv_head * k_head
@@ -136,7 +139,7 @@ def _compute_dq(
 
 @triton.jit(do_not_specialize=["heads", "queries", "keys", "interval_batch", "range_batch"])
 def _compute_dkv(
-    q, k, v, grad, lse, delta, lows, highs, ranges, dk, dv, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    q, k, v, grad, terms, lows, highs, ranges, dk, dv, q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, g_batch, g_head, g_row, heads, queries, keys, interval_batch, score_scale, scale,
     range_batch,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -162,7 +165,7 @@ def _compute_dkv(
             valid = row < queries
             low, high = _load_rows(lows, row, valid), _load_rows(highs, row, valid)
             index = (batch * heads + head) * queries + row
-            row_lse, row_delta = _load_rows(lse, index, valid), _load_rows(delta, index, valid)
+            row_lse, row_delta = _load_terms(terms, index, valid, heads, queries)
             q_block = _load_block(q + batch * q_batch + head * q_head, row, valid, q_row, SIZE)
             g_block = _load_block(grad + batch * g_batch + head * g_head, row, valid, g_row, VALUE_SIZE)
             p, ds = _differentiate(q_block, k_block, v_block, g_block, row_lse, row_delta, low, high, column,

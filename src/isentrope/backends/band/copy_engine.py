@@ -20,22 +20,38 @@ def describe_blocks(x: Tensor, rows: int, swizzled: bool = False) -> TensorDescr
     The engine needs strides that are multiples of 16 bytes: x is copied where they are not.
     Swizzled ones are for kernels in Gluon, whose tensor cores read blocks of half precision as they come.
     """
-    shape = x.shape
-    strides = None if x.data_ptr() % 16 else _find_block_strides(shape, x.stride(), 16 // x.element_size())
-    if strides is None:
+    kind = x.shape, x.dtype, rows, swizzled
+    template = None if x.data_ptr() % 16 else _make_template(x.stride(), *kind)
+    if template is None:
         x = x.clone(memory_format=torch.contiguous_format)
-        strides = _find_block_strides(shape, x.stride(), 16 // x.element_size())
-    block = [1, 1, rows, shape[-1]]
-    if swizzled:
-        return SwizzledDescriptor(x, list(shape), list(strides), block, SWIZZLED)
-    return TensorDescriptor(x, list(shape), list(strides), block)
+        template = _make_template(x.stride(), *kind)
+    # as `copy.copy` would, without checking again what is the same for all tensors of a kind
+    descriptor = object.__new__(type(template))
+    vars(descriptor).update(vars(template), base=x)
+    return descriptor
 
 
 @bounded_cache(MAX_LAUNCHES)
+def _make_template(
+    strides: tuple[int, ...], shape: torch.Size, dtype: torch.dtype, rows: int, swizzled: bool
+) -> TensorDescriptor | SwizzledDescriptor | None:
+    """Return a descriptor without its tensor; None where the engine cannot read tensors with these strides."""
+    readable = _find_block_strides(shape, strides, 16 // dtype.itemsize)
+    if readable is None:
+        return None
+    base, block = torch.empty(16, dtype=dtype, device="cpu"), [1, 1, rows, shape[-1]]
+    if swizzled:
+        descriptor = SwizzledDescriptor(base, list(shape), list(readable), block, SWIZZLED)
+    else:
+        descriptor = TensorDescriptor(base, list(shape), list(readable), block)
+    descriptor.base = None
+    return descriptor
+
+
 def _find_block_strides(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> tuple[int, ...] | None:
     """Return the strides with which the engine may read a tensor; None if some are not multiples of `step`."""
     pairs = list(zip(shape[:-1], strides[:-1], strict=True))
-    if any(size > 1 and (stride == 0 or stride % step) for size, stride in pairs):
+    if strides[-1] != 1 or any(size > 1 and (stride == 0 or stride % step) for size, stride in pairs):
         return None
     # the stride of an axis of size 1 is arbitrary
     return *(stride if size > 1 else shape[-1] for size, stride in pairs), 1

@@ -6,14 +6,13 @@ merges what the runs before it have computed. No mask is built, and a new length
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from isentrope.backends.merge import PartialOutput
-from isentrope.backends.padding import blank_queries
+from isentrope.backends.padding import blank_queries, needs_zeros
 from isentrope.core.call import AttentionCall, FoldedBranch
 from isentrope.core.layout import Layout
 from isentrope.core.region import EVERYTHING, Region
@@ -62,7 +61,7 @@ def forward_intervals(call: AttentionCall, need_entropy: bool = False, far: Part
 
     assert far is None or not need_entropy
     call = blank_queries(call)
-    padded = call.layout.padded and not call.layout.harmless_padding
+    padded = needs_zeros(call.layout)
     entropy: Tensor | None = None
     keys: list[Tensor] = []
     for n, branch in enumerate(call.branches):
@@ -82,62 +81,17 @@ def forward_intervals(call: AttentionCall, need_entropy: bool = False, far: Part
 
 
 def forward_folded(branches: list[FoldedBranch]) -> tuple[Tensor, Tensor]:
-    """Compute folded branches, for the merged backward."""
+    """Compute folded branches, for the merged backward. Padded keys and values may be anything."""
     from isentrope.backends.band.kernel import launch
 
+    padded = needs_zeros(branches[0].layout)
     far: PartialOutput | None = None
     for branch in branches:
         for interval in list_intervals(branch.layout, branch.region):
             out, lse = launch(
                 branch.q, branch.k, branch.v, 0, 0, None, None, branch.scale, False, sink_offset=branch.offset,
-                far=far, intervals=interval,
+                far=far, intervals=interval, padded=padded,
             )  # fmt: skip
             far = PartialOutput(out, lse)
     assert far is not None
     return far.out, far.lse
-
-
-def backward_intervals(branch: FoldedBranch, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv of one branch, from the merged output and log-sum-exp."""
-    from isentrope.backends.band.backward_kernel import choose_blocks, launch
-
-    intervals = list_intervals(branch.layout, branch.region)
-    blocks = choose_blocks(branch.q.shape[-1], branch.v.shape[-1])[:2]
-    dtype = branch.q.dtype if len(intervals) == 1 else torch.float32
-    delta = (grad.float() * out.float()).sum(-1)
-    lse = torch.where(lse == -torch.inf, 0.0, lse.float())  # of a query without keys, whose weights are 0
-    total: tuple[Tensor, ...] | None = None
-    for n, interval in enumerate(intervals):
-        key = ("query ranges", branch.region, n, blocks)
-        ranges = branch.layout.cached(key, partial(find_query_ranges, interval, branch.layout.keys, *blocks))
-        part = launch(branch.q, branch.k, branch.v, grad, lse, delta, branch.scale, interval, ranges, dtype)
-        total = part if total is None else tuple(a.add_(b) for a, b in zip(total, part, strict=True))
-    assert total is not None
-    dq, dk, dv = (x.to(branch.q.dtype) for x in total)
-    return dq, dk, dv
-
-
-def find_query_ranges(interval: Interval, keys: int, rows: int, columns: int) -> Tensor:
-    """Return the blocks of queries that see something of each block of keys.
-
-    Args:
-        interval: visible slots of each query, (batch or 1, queries) each.
-        keys: in a row.
-        rows: queries in a block.
-        columns: keys in a block.
-
-    Returns:
-        int32 (batch or 1, blocks of keys, 2): the first block of queries, and the one after the last.
-    """
-    low, high = interval
-    seen = low < high
-    spare = -low.shape[1] % rows
-    low = torch.nn.functional.pad(torch.where(seen, low, keys), (0, spare), value=keys)
-    high = torch.nn.functional.pad(torch.where(seen, high, 0), (0, spare))
-    least, most = low.unflatten(1, (-1, rows)).amin(2), high.unflatten(1, (-1, rows)).amax(2)
-    start = torch.arange(0, keys, columns, device=low.device, dtype=low.dtype)[None, :, None]
-    overlap = (least[:, None] < start + columns) & (most[:, None] > start)
-    first = overlap.to(torch.int8).argmax(2)
-    last = overlap.shape[2] - overlap.flip(2).to(torch.int8).argmax(2)
-    last = torch.where(overlap.any(2), last, first)
-    return torch.stack((first, last), -1).to(torch.int32).contiguous()
