@@ -146,6 +146,25 @@ def test_a_repeated_launch_runs_the_compiled_kernel_with_all_arguments(bound):
     assert bound[0].launches == [(GRID, (y.data_ptr(), *rest))] * 2
 
 
+def test_a_repeated_launch_takes_blocks_beside_addresses(bound):
+    x, y = torch.zeros(4, 64), torch.zeros(4, 64)
+    repeated = RepeatedLaunch(_kernel, GRID, (), (16, 0.5), {"SIZE": 8, "FLAG": True})
+    blocks = [TensorDescriptor(data, [4, 64], [64, 1], [1, 16]) for data in (x, y)]
+    for data, block in zip((x, y), blocks, strict=True):
+        repeated.run((data.data_ptr(), block), lambda: (data, block), (data.data_ptr(),))  # noqa: B023
+    assert len(bound) == 1 and bound[0].launches == [(GRID, (y.data_ptr(), blocks[1], 16, 0.5, 8, True))]
+
+
+def test_hooks_see_repeated_launches(bound, monkeypatch):
+    x = torch.zeros(64)
+    repeated = RepeatedLaunch(_kernel, GRID, (x,), (16, 0.5), {"SIZE": 8, "FLAG": True})
+    for _ in range(2):
+        repeated.run((x.data_ptr(),), lambda: (x,))
+    monkeypatch.setattr(_kernel, "pre_run_hooks", [print])
+    repeated.run((x.data_ptr(),), lambda: (x,))
+    assert len(bound) == 2 and len(bound[0].launches) == 1
+
+
 def test_powers_of_2():
     assert [next_power_of_2(n) for n in (1, 2, 3, 5, 64, 65)] == [
         triton.next_power_of_2(n) for n in (1, 2, 3, 5, 64, 65)

@@ -66,3 +66,39 @@ def compile_rotation(dtype, rounded, **options):
     constants = {(kernel.arg_names.index(name),): value for name, value in (sizes | flags).items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def check_keys(dtype, device):
+    """Keys under two rotations in one launch are those of one launch each; padding is left out."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 70, 32, device=device).to(dtype)
+    pairs = [torch.randn(1, 1, 70, 16, device=device), torch.randn(2, 1, 70, 16, device=device)]
+    rope, grouped = [(angle.cos(), angle.sin()) for angle in pairs]
+    low, high = torch.tensor([0, 5], device=device), torch.tensor([70, 30], device=device)
+    for keys in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        for angles in ([rope], [rope, None], [None, grouped], [rope, grouped], [rope, grouped, None, rope]):
+            for normalise in (False, True):
+                for bounds in (None, (low, high)):
+                    rotate = rotation.prepare_rotations(keys, angles, normalise, False, bounds)
+                    expected = [rotation.rotate_and_scale(keys, each, None, normalise) for each in angles]
+                    for ours, exact in zip(rotate(keys), expected, strict=True):
+                        assert ours.stride() == exact.stride() == keys.stride()
+                        assert torch.equal(ours[0], exact[0])
+                        assert torch.equal(ours[1, :, 5:30], exact[1, :, 5:30])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_keys_are_rotated_twice_in_one_launch(dtype):
+    check_keys(dtype, "cuda")
+
+
+@pytest.mark.skipif(not (HAS_TRITON and TRITON_INTERPRETED), reason="kernels run on a CPU with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_keys_are_rotated_twice_in_one_interpreted_launch(dtype):
+    check_keys(dtype, "cpu")
+
+
+@pytest.mark.skipif(HAS_TRITON and TRITON_INTERPRETED, reason="without kernels")
+def test_keys_are_rotated_without_a_kernel():
+    check_keys(torch.float32, "cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal, Protocol, TypeVar
@@ -15,7 +15,7 @@ from isentrope.core.choice import BlockChoice, ChosenBlocks
 from isentrope.core.dtypes import accumulation_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
-from isentrope.core.rotation import Angles, rotate_and_scale, widen_angles
+from isentrope.core.rotation import Angles, prepare_rotations, rotate_and_scale, widen_angles
 from isentrope.core.tracing import GraphCache
 
 T = TypeVar("T")
@@ -180,6 +180,15 @@ class AttentionCall:
             )
             return torch.cat((k[:, :, : seen.start], inside, k[:, :, seen.stop :]), 2)
         return rotate_and_scale(k, angles, None, self.normalise, self.interleaved)
+
+    def prepare_keys(self, branches: Sequence[RotatedBranch]) -> Callable[[Tensor], list[Tensor]]:
+        """Return what rotates keys laid out like these for each branch, on a GPU and without gradients.
+
+        Padded ones may be anything.
+        """
+        layout, angles = self.layout, [branch.key_angles for branch in branches]
+        bounds = layout.cached("tokens of rows", layout.find_tokens) if layout.padded else None
+        return prepare_rotations(self.k, angles, self.normalise, self.interleaved, bounds)
 
     def widen_angles(self, branch: RotatedBranch, kind: Literal["query", "key"]) -> Angles | None:
         """Return the angles of queries or keys in a graph: of whole vectors widened, once for its layers."""

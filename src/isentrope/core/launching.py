@@ -30,6 +30,9 @@ DEFAULT_OPTIONS = {"enable_fp_fusion": True}
 # AMD's kernels are also compiled for the sizes of tensors
 REUSES_KERNELS = torch.version.hip is None
 
+# by the index of a device, which is the current one; builds of torch without CUDA have none
+current_stream: Callable[[int], int | None] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: None)
+
 _known: dict[Hashable, tuple[Any, CompiledKernel]] = {}
 register_clear(_known.clear)
 
@@ -95,12 +98,28 @@ class RepeatedLaunch:
         # the compiled kernel, and its arguments after the addresses that change
         self._direct: tuple[Any, tuple[Any, ...]] | None = None
 
-    def run(self, addresses: tuple[int, ...], list_tensors: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Launch with other tensors first, at these addresses; they are listed where addresses are not enough."""
-        aligned = are_aligned(addresses)
-        if self._direct is not None and aligned:
+    def run(
+        self,
+        arguments: tuple[int | TensorDescriptor, ...],
+        list_tensors: Callable[[], tuple[Tensor | TensorDescriptor, ...]],
+        addresses: tuple[int, ...] | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Launch with other tensors first, on their device, which is the current one.
+
+        Args:
+            arguments: their addresses, and blocks for the copy engine.
+            list_tensors: lists them, where addresses are not enough.
+            addresses: those among the arguments, where these are not addresses alone.
+            stream: the current one of the device, where the caller knows it, which Triton then need not ask for.
+        """
+        aligned = reduce(or_, arguments if addresses is None else addresses) % ALIGNMENT_BYTES == 0
+        if self._direct is not None and aligned and not self.kernel.pre_run_hooks:
             launch, others = self._direct
-            launch(*addresses, *others)
+            if stream is None:
+                launch(*arguments, *others)
+            else:
+                launch(*arguments, *others, stream=stream)
             return
         tensors = (*list_tensors(), *self.tensors)
         kernel = launch_kernel(self.kernel, self.grid, tensors, self.numbers, self.constants, self.options)

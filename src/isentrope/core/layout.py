@@ -117,11 +117,11 @@ class Layout:
         """Take every row for one sequence without padding: all of it is views of one tensor."""
         queries, keys = self.queries, self.keys
         counts = torch.arange(keys + 1, device=self.device)
-        first, end = counts[None, :1], counts[None, keys:]
-        self.slots, self.padded, self.anchored = counts[:keys], False, True
-        self.key = counts[None, :keys]
+        row, self.slots, self.padded, self.anchored = counts[None], counts[:keys], False, True
+        first, self.key, end = row[:, :1], row[:, :keys], row[:, keys:]
         self.query = self.own_slot = self.key if queries == keys else self.key[:, keys - queries :]
-        self.frame_low, self.frame_high = first.expand(-1, queries), end.expand(-1, queries)
+        # while one token is decoded every view counts
+        self.frame_low, self.frame_high = (x if queries == 1 else x.expand(-1, queries) for x in (first, end))
         low, high = first.expand(-1, keys), end.expand(-1, keys)
         self.origin, self._key_frame, self._key_origin = self.frame_low, (low, high), low
 
@@ -202,9 +202,13 @@ class Layout:
         return self.cached("padding", self._padding)
 
     def _padding(self) -> tuple[Tensor, Tensor]:
-        queries = (self.own_slot < self.frame_low) | (self.own_slot >= self.frame_high)
-        low, high = self.frame_low.amin(1, keepdim=True), self.frame_high.amax(1, keepdim=True)
-        return queries, (self.slots < low) | (self.slots >= high)
+        (low, high), own = self.find_tokens(), self.own_slot
+        queries = (own < self.frame_low) | (own >= self.frame_high)
+        return queries, (self.slots < low[:, None]) | (self.slots >= high[:, None])
+
+    def find_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the first slot of each row that some query may see and the one after the last, (batch or 1,) each."""
+        return self.frame_low.amin(1), self.frame_high.amax(1)
 
     @property
     def banded(self) -> bool:
@@ -269,8 +273,7 @@ class Layout:
             return None
         if self._sorted is None:
             return position + self.origin
-        order, shift = self._sorted
-        target = position + shift
+        order, target = self._sorted[0], position + self._sorted[1]
         rows = max(order.shape[0], target.shape[0])
         return torch.searchsorted(order.expand(rows, -1).contiguous(), target.expand(rows, -1).contiguous())
 
@@ -319,9 +322,9 @@ class Layout:
     def _slots_of_one_query(self, regions: tuple[Region, ...]) -> Tensor:
         if self.plain and values_are_readable(self.slots):  # known here; a graph that is captured copies nothing
             ranges = [[self.key_range(Region((span,)), 0, 1) for span in region.spans] for region in regions]
-            padded = [[*pairs, *[(0, 0)] * (MAX_SPANS - len(pairs))] for pairs in ranges]
+            padded = [[n for pair in (*pairs, *[(0, 0)] * (MAX_SPANS - len(pairs))) for n in pair] for pairs in ranges]
             # not waited for: what so little is copied from may go
-            return torch.tensor(padded, dtype=torch.int32).flatten(1)[None].to(self.device, non_blocking=True)
+            return torch.tensor([padded], dtype=torch.int32).to(self.device, non_blocking=True)
         bounds = []
         for region in regions:
             low, high = (x[:, 0] for x in self.bounds(region))

@@ -90,7 +90,7 @@ class PartialLayout(Layout):
 
     def _padding(self) -> tuple[Tensor, Tensor]:
         queries = (self.own_slot < self.origin) | (self.own_slot >= self._row_end)
-        low, high = self.frame_low.amin(1, keepdim=True), self.frame_high.amax(1, keepdim=True)
+        low, high = (x[:, None] for x in self.find_tokens())
         return queries, (self.slots < low) | (self.slots >= high)
 
 

@@ -5,6 +5,7 @@ All of it is applied to q and k, so that any attention kernel runs every method 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,36 @@ def rotate_and_scale(
     sizes = x.shape[-1], 0 if cos is None else cos.shape[-1]
     run = maybe_compile(_rotate_and_scale, (x, cos, tau), *sizes, normalise, interleaved)
     return run(x, cos, sin, tau, normalise, interleaved)
+
+
+def prepare_rotations(
+    x: Tensor,
+    angles: Sequence[Angles | None],
+    normalise: bool,
+    interleaved: bool,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Callable[[Tensor], list[Tensor]]:
+    """Return what gives tensors laid out like x under several rotations, as `rotate_and_scale` does without gradients.
+
+    Their device is the current one. `bounds`: the first vector of each row that is no padding and the one after the
+    last, (batch or 1,) each; others may be anything.
+    """
+    done = [n for n, each in enumerate(angles) if each is not None or normalise]
+    if not all(_has_kernel(x, each and each[0], None, normalise, interleaved) for each in angles):
+        return lambda x: [rotate_and_scale(x, each, None, normalise, interleaved) for each in angles]
+    from isentrope.core.key_rotation_kernel import MAX_ROTATIONS, KeyRotations  # Triton may not be installed
+
+    parts = [done[n : n + MAX_ROTATIONS] for n in range(0, len(done), MAX_ROTATIONS)]
+    launches = [(part, KeyRotations(x, [angles[n] for n in part], normalise, bounds)) for part in parts]
+
+    def rotate(x: Tensor) -> list[Tensor]:
+        rotated = [x] * len(angles)
+        for part, launch in launches:
+            for n, y in zip(part, launch.run(x), strict=True):
+                rotated[n] = y
+        return rotated
+
+    return rotate
 
 
 def _has_kernel(x: Tensor, cos: Tensor | None, tau: Tensor | None, normalise: bool, interleaved: bool) -> bool:

@@ -13,18 +13,15 @@ from isentrope.backends.band.intervals import Attended, Interval, list_intervals
 from isentrope.backends.band.key_span import MAX_SPANS, TILE_QUERIES, KeySpan
 from isentrope.backends.padding import blank_queries, needs_zeros
 from isentrope.core.caching import MAX_DEVICES, bounded_cache
-from isentrope.core.call import AttentionCall, FoldedBranch
-from isentrope.core.compile import cuda_capability_major
+from isentrope.core.call import AttentionCall, FoldedBranch, describe_tensors
+from isentrope.core.compile import cuda_capability_major, device_context
 from isentrope.core.layout import Layout
 from isentrope.core.region import Region, Span
-from isentrope.core.switches import BAND_SPANS, BAND_SPANS_PADDING, is_on
+from isentrope.core.switches import BAND_SPANS, is_on, list_switches
 from isentrope.core.tile_shapes import HOPPER
 
 HEAD_DIMS = (64, 128)
-# pairs of a query and a key that it sees, of all heads: with fewer, a call waits for the host rather than its kernels
-MIN_PAIRS = 400_000_000
 MAX_KEYS = 1 << 15  # of far spans in whole rows: longer ones are not timed, and PyTorch's kernels cost nothing there
-SAMPLES = 64  # queries whose keys are counted
 MIN_TILES = 128  # of all heads and rows; with fewer, smaller tiles keep more of a card busy
 ENTROPY_SCALES = (1e-6, 1e6)  # factors of scores with which those of hidden keys stay finite, and below all others
 # Gluon changes from one release of Triton to the next: that on which the kernel ran; others take `kernel.py`
@@ -33,50 +30,95 @@ TRITON_RELEASES = ((3, 6),)
 
 def forward_spans(call: AttentionCall, need_entropy: bool = False) -> Attended | None:
     """Compute a call, whose padding may be anything; None where the kernel does not take it."""
-    q, (lowest, highest) = call.q, ENTROPY_SCALES
-    if not _takes_tensors(q, call.v, call.scale) or (need_entropy and not lowest < call.scale < highest):
+    prepared = _get_prepared(call, need_entropy)
+    if prepared is None:
         return None
-    places = _place_spans(call.layout, [branch.region for branch in call.branches], q.shape[0] * q.shape[1])
-    if places is None or (needs_zeros(call.layout) and not is_on(BAND_SPANS_PADDING)):
+    if (blanked := blank_queries(call)) is not call:  # whose queries may lie otherwise in memory
+        prepared = _get_prepared(blanked, need_entropy)
+    return None if prepared is None else prepared.run(blanked.q, blanked.k, blanked.v)
+
+
+def _get_prepared(call: AttentionCall, need_entropy: bool) -> PreparedSpans | None:
+    key = "spans", need_entropy, list_switches(), *describe_tensors(call.q, call.k, call.v)
+    return call.cached(key, lambda: _prepare(call, need_entropy))
+
+
+def _prepare(call: AttentionCall, need_entropy: bool) -> PreparedSpans | None:
+    lowest, highest = ENTROPY_SCALES
+    if need_entropy and not lowest < call.scale < highest:
         return None
-    call = blank_queries(call)
-    keys: list[Tensor] = []
-    for branch in call.branches:
-        same = (k for k, other in zip(keys, call.branches, strict=False) if branch.rotates_keys_like(other))
-        k = next(same, None)
-        keys.append(call.fold_keys(branch) if k is None else k)
-    spans = []
-    for n, left, right, interval in places:
-        branch = call.branches[n]
-        spans.append(KeySpan(call.q, keys[n], left, right, interval, branch.query_angles, branch.tau, branch.offset))
-    return _launch(spans, call.v, call.scale, call.normalise, needs_zeros(call.layout), need_entropy)
+    places = _place_call(call)
+    if places is None:
+        return None
+    return PreparedSpans(call, places, need_entropy)
+
+
+class PreparedSpans:
+    """A call of which all is worked out but its tensors, of which it holds none; those of others are laid out alike.
+
+    Args:
+        call: the call.
+        places: where its spans are.
+        need_entropy: whether to compute that of attention weights.
+    """
+
+    def __init__(self, call: AttentionCall, places: list[Place], need_entropy: bool) -> None:
+        from isentrope.backends.band.span_launch import SpanLaunch  # Triton may not be installed
+
+        branches = call.branches
+        first = [next(n for n, x in enumerate(branches) if branch.rotates_keys_like(x)) for branch in branches]
+        rotations = list(dict.fromkeys(first))
+        self._rotate = call.prepare_keys([branches[n] for n in rotations])
+        self._order = [rotations.index(first[place.region]) for place in places]  # of the keys of each span
+        spans = [
+            KeySpan(
+                call.q, call.k, left, right, interval, branches[n].query_angles, branches[n].tau, branches[n].offset
+            )
+            for n, left, right, interval in places
+        ]
+        padded = needs_zeros(call.layout)
+        self._launch = SpanLaunch(spans, call.v, call.scale, call.normalise, padded, need_entropy)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """Attend with tensors of which nothing but addresses and contents differs, without gradients."""
+        with device_context(q):
+            rotated = self._rotate(k)
+            attended = self._launch.run((q,) * len(self._order), [rotated[n] for n in self._order], v)
+        return attended if attended.entropy is None else attended._replace(entropy=attended.entropy.clamp_min(0))
+
+
+def takes_spans(call: AttentionCall) -> bool:
+    """Return whether the kernel takes a call, all heads of which it computes in little memory."""
+    return _place_call(call) is not None
+
+
+def _place_call(call: AttentionCall) -> list[Place] | None:
+    q = call.q
+    if not _takes_tensors(q, call.v, call.scale):
+        return None
+    return _place_spans(call.layout, [branch.region for branch in call.branches])
 
 
 def forward_folded_spans(branches: Sequence[FoldedBranch]) -> Attended | None:
-    """Compute branches of folded queries, whose padding is zeros; None where the kernel does not take them."""
+    """Compute branches of folded queries, whose padding may be anything; None where the kernel does not take them."""
     first, q = branches[0], branches[0].q
     if not _takes_tensors(q, first.v, first.scale) or any(x.biased or x.chosen is not None for x in branches):
         return None
     if any(x.q.stride() != q.stride() or x.scale != first.scale for x in branches):
         return None
-    places = _place_spans(first.layout, [branch.region for branch in branches], q.shape[0] * q.shape[1])
+    places = _place_spans(first.layout, [branch.region for branch in branches])
     if places is None:
         return None
     spans = [
         KeySpan(branches[n].q, branches[n].k, left, right, interval, offset=branches[n].offset)
         for n, left, right, interval in places
     ]
-    return _launch(spans, first.v, first.scale, False)
+    from isentrope.backends.band.span_launch import SpanLaunch
 
-
-def _launch(
-    spans: list[KeySpan], v: Tensor, scale: float, normalise: bool, padded: bool = False, need_entropy: bool = False
-) -> Attended:
-    from isentrope.backends.band.hopper_kernel import launch
-
-    entropy = v.new_empty(spans[0].q.shape[:3], dtype=torch.float32) if need_entropy else None
-    out, lse = launch(spans, v, scale, normalise, padded, entropy)
-    return Attended(out, lse, None if entropy is None else entropy.clamp_min(0))
+    padded = needs_zeros(first.layout)
+    launch = SpanLaunch(spans, first.v, first.scale, normalise=False, padded=padded, need_entropy=False)
+    with device_context(q):
+        return launch.run([x.q for x in spans], [x.k for x in spans], first.v)
 
 
 def _takes_tensors(q: Tensor, v: Tensor, scale: float) -> bool:
@@ -85,11 +127,12 @@ def _takes_tensors(q: Tensor, v: Tensor, scale: float) -> bool:
         return False
     if size not in HEAD_DIMS or v.shape[-1] != size or q.stride(-1) != 1:
         return False
-    return is_on(BAND_SPANS) and q.is_cuda and _has_kernel(q.device)
+    return is_on(BAND_SPANS) and q.is_cuda and has_kernel(q.device)
 
 
 @bounded_cache(MAX_DEVICES)
-def _has_kernel(device: torch.device) -> bool:
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernels for Hopper run on a device."""
     if torch.version.hip is not None or cuda_capability_major(device) != HOPPER:  # its instructions are no other's
         return False
     import triton  # type: ignore[import-untyped]
@@ -106,43 +149,30 @@ class Place(NamedTuple):
     interval: Interval | None = None
 
 
-def _place_spans(layout: Layout, regions: Iterable[Region], heads: int) -> list[Place] | None:
-    """Return the spans of regions, or None where the kernel does not take them, or gains nothing.
-
-    Args:
-        layout: of the call.
-        regions: of its branches.
-        heads: of all its rows.
-    """
+def _place_spans(layout: Layout, regions: Iterable[Region]) -> list[Place] | None:
+    """Return the spans of regions, those with a query's own key first; None where the kernel does not take them."""
     regions = tuple(regions)
-    places, pairs = layout.cached(("key spans", *regions), lambda: _find_places(layout, regions))
-    return places if heads * pairs >= MIN_PAIRS else None
+    return layout.cached(("key spans", *regions), lambda: _find_places(layout, regions))
 
 
-def _find_places(layout: Layout, regions: tuple[Region, ...]) -> tuple[list[Place] | None, float]:
-    """Return the places of spans, those with a query's own key first, and the pairs of a head; inf if not known."""
+def _find_places(layout: Layout, regions: tuple[Region, ...]) -> list[Place] | None:
     spans = [(n, span) for n, region in enumerate(regions) for span in region.spans]
     queries, keys = layout.queries, layout.keys
     if not 0 < len(spans) <= MAX_SPANS:
-        return None, 0
+        return None
     order = sorted(range(len(spans)), key=lambda i: not spans[i][1].low <= 0 < spans[i][1].high)
     if not layout.plain:
         lists = [list_intervals(layout, region)[: len(region.spans)] for region in regions]
         intervals = [interval for each in lists for interval in each]
         if len({low.shape for low, _ in intervals}) > 1:  # the kernel has one stride for all
-            return None, 0
-        return [Place(spans[i][0], 0, 0, intervals[i]) for i in order], inf
+            return None
+        return [Place(spans[i][0], 0, 0, intervals[i]) for i in order]
+    own = spans[order[0]][1]  # without a query's own key a tile might have none, which the kernel does not expect
+    if not own.low <= 0 < own.high:
+        return None
     if queries > keys or any(span.depends_on_place for _, span in spans) or (len(spans) > 1 and keys > MAX_KEYS):
-        return None, 0
-    places = [Place(spans[i][0], *_bound(spans[i][1], keys)) for i in order]
-    return places, sum(_count_pairs(place, queries, keys) for place in places)
-
-
-def _count_pairs(place: Place, queries: int, keys: int) -> int:
-    """Return about how many pairs of a query and a key a span of a whole row has."""
-    step = -(-queries // SAMPLES)
-    seen = (min(x + place.right + 1, keys) - max(x - place.left, 0) for x in range(keys - queries, keys, step))
-    return step * sum(max(0, count) for count in seen)
+        return None
+    return [Place(spans[i][0], *_bound(spans[i][1], keys)) for i in order]
 
 
 def _bound(span: Span, keys: int) -> tuple[int, int]:
