@@ -53,10 +53,10 @@ def test_rows_are_whole_and_saved(suite, tiny, tmp_path, monkeypatch):
 
 def test_every_switch_is_measured_against_the_same_call_without_it(suite, tiny):
     targets = importlib.import_module("targets")
-    lists = (targets.list_switched, targets.list_rows, targets.list_bidirectional, targets.list_retrieve)
+    lists = [getattr(targets, f"list_{name}") for name in ("switched", "rows", "bidirectional", "retrieve", "odd_rows")]
     cases = [case for each in lists for case in each(tiny)]
-    on_cards_without_copy_engine = {switches.BAND_POINTERS}
-    assert {name for case in cases for name in case.switches} == set(switches.SWITCHES) - on_cards_without_copy_engine
+    other_cards = {switches.BAND_POINTERS, switches.BAND_BACKWARD}
+    assert {name for case in cases for name in case.switches} == set(switches.SWITCHES) - other_cards
     for name in {case.switches for case in cases if case.switches}:
         assert any(case.compared or case.group == "retrieve" for case in cases if case.switches == name)
     for case in cases:
@@ -76,7 +76,7 @@ def test_a_switch_that_changes_results_fails_alone(suite, tiny, monkeypatch, fac
 
     def broken(case, tensors, used, **changed):
         call = make(case, tensors, used, **changed)
-        return (lambda: [factor * x for x in call()]) if switches.BAND_BACKWARD in used else call
+        return (lambda: [factor * x for x in call()]) if switches.BAND_SPANS_BACKWARD in used else call
 
     monkeypatch.setattr(targets, "make_call", broken)
     jobs = targets._list_jobs(tiny, case)

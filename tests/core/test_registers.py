@@ -28,10 +28,14 @@ def test_kernels_fit_a_small_card(monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_TRITON or TRITON_INTERPRETED, reason="kernels are compiled by Triton alone")
-def test_the_kernel_for_hopper_compiles(monkeypatch):
+def test_the_kernels_for_hopper_compile(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     registers = importlib.import_module("registers")
     calls = dict(registers.list_calls())
-    rows = list(registers.compile_call(2, registers.CARDS["sm_90 (H100, H200)"], calls["ReRoPE, long, padded, d 64"]))
-    assert {row["kernel"] for row in rows} == {"_rotate_and_scale", "_attend_spans"}
-    assert all(row["shared_bytes"] <= row["limit_bytes"] for row in rows)
+    card = registers.CARDS["sm_90 (H100, H200)"]
+    rows = list(registers.compile_call(2, card, calls["ReRoPE, long, padded, d 64"]))
+    assert {row["kernel"] for row in rows} == {"_rotate_keys", "_attend_spans"}
+    backward = list(registers.compile_call(2, card, calls["ReRoPE, long, padded, backward, d 128"]))
+    kernels = {"_attend_spans", "_rotate_and_scale", "_compute_row_terms"}
+    assert {row["kernel"] for row in backward} == kernels | {"compute_key_gradients", "compute_query_gradients"}
+    assert all(row["shared_bytes"] <= row["limit_bytes"] for row in (*rows, *backward))

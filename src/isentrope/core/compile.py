@@ -21,6 +21,8 @@ TRITON_INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
 HOPPER_SHARED_MEMORY_BYTES = 227 << 10  # of a program
 AMD_SHARED_MEMORY_BYTES = 64 << 10
 _NO_CONTEXT = nullcontext()
+# what torch.cuda asks after it has checked that CUDA was initialised, which a tensor there already shows
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def can_run_triton(x: Tensor) -> bool:
@@ -30,7 +32,7 @@ def can_run_triton(x: Tensor) -> bool:
 
 def device_context(x: Tensor) -> AbstractContextManager[None]:
     """Return a context that makes x's device the current one, where Triton launches its kernels."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+    if not x.is_cuda or x.device.index == current_device():
         return _NO_CONTEXT
     return torch.cuda.device(x.device)
 

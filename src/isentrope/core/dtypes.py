@@ -11,6 +11,7 @@ from torch import Tensor
 
 logger = logging.getLogger("isentrope")
 HALF = (torch.bfloat16, torch.float16)
+AUTOCASTING_DEVICES = ("cpu", "cuda", "mps", "xpu")
 UNDECIDED_DEVICES = ("auto", "balanced", "balanced_low_0", "sequential")  # of device_map, left to accelerate
 
 
@@ -32,7 +33,7 @@ def autocast_disabled(x: Tensor) -> AbstractContextManager[object]:
 
 def get_autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of autocast on a kind of device, None where it is off."""
-    if device not in ("cpu", "cuda", "mps", "xpu") or not torch.is_autocast_enabled(device):
+    if device not in AUTOCASTING_DEVICES or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules import module as hooks
 
 from isentrope.builder import Inputs
 from isentrope.core.call import describe_tensors
-from isentrope.core.dtypes import get_autocast_dtype
+from isentrope.core.dtypes import AUTOCASTING_DEVICES, get_autocast_dtype
 from isentrope.core.rotation import is_transformed
 from isentrope.functional import prepare_attention
 from isentrope.hf.layout_cache import CachedLayout
+from isentrope.hf.sharding import is_context_parallel
 
 if TYPE_CHECKING:
     from isentrope.hf.layer import Layer, LayerCall
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # as long as nobody has replaced it
 
 
 def takes_launch(layer: Layer, call: LayerCall) -> bool:
@@ -35,9 +40,56 @@ def takes_launch(layer: Layer, call: LayerCall) -> bool:
     return get_autocast_dtype(query.device.type) is None
 
 
+def run_earlier(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    position_ids: Tensor | None,
+) -> Tensor | None:
+    """Attend by the launch of an earlier layer of the pass, in one function; None where `Layer.forward` has to decide.
+
+    What it checks are the conditions of `Layer.forward`, `takes_launch` and `LayoutCache.get` for that. Each of their
+    functions would take a layer of a decoded token longer than what it asks for.
+    """
+    layouts = layer.layouts
+    entry = layouts.entries.get(layer.layout_kind)
+    if entry is None or not entry.launches or entry.layer_index >= layer.index:
+        return None
+    if entry.mask() is not mask or entry.position_ids() is not position_ids or torch.is_grad_enabled():
+        return None
+    if layer.parallel is not None or layer.temperature is not None or is_transformed():
+        return None
+    if layer._forward_hooks or layer._forward_pre_hooks or hooks._global_forward_hooks or "forward" in layer.__dict__:
+        return None
+    if not (type(query) is type(key) is type(value) is Tensor) or hooks._global_forward_pre_hooks:
+        return None
+    if F.scaled_dot_product_attention is not SDPA and is_context_parallel(query):
+        return None
+    version = None if position_ids is None or position_ids.is_inference() else position_ids._version
+    device, shape, kind = query.device, query.shape, query.device.type
+    captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    same = entry.version == version and entry.shape == (shape[0], shape[2], key.shape[2], device, captured)
+    if not same or (kind in AUTOCASTING_DEVICES and torch.is_autocast_enabled(kind)):
+        return None
+    tensors = describe_tensors(query, key, value)
+    prepared = entry.launches.get((id(layer.recipe), layer.causal, layer.backend, scaling, tensors))
+    if prepared is None:
+        return None
+    if layer.index + 1 == layouts.layer_count:
+        layouts.entries.clear()
+    else:
+        entry.layer_index = layer.index
+    out = query.new_empty(shape[0], shape[2], shape[1], value.shape[3])
+    prepared[1].run(query, key, value, out)
+    return out
+
+
 def run_launch(layer: Layer, call: LayerCall, entry: CachedLayout) -> Tensor | None:
     """Attend by the launch of an earlier layer; None where none has had this recipe and such tensors."""
-    prepared = entry.launches.get(_make_key(layer, call))
+    prepared = entry.launches.get(_make_key(layer, call)) if entry.launches else None
     if prepared is None:
         return None
     query, value = call.query, call.value

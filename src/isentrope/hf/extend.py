@@ -40,6 +40,7 @@ from isentrope.hf.rope import ModelRope
 from isentrope.hf.rotary_hook import SkipRotation
 from isentrope.hf.saved_models import drop_gguf_quantizer, make_config_class
 from isentrope.hf.train_length import check_lengths, warn_of_hidden_sinks
+from isentrope.hf.unrotated import PlainAngles, restore_rotation
 from isentrope.parallel.cache import is_sharded
 from isentrope.parallel.context import SequenceParallel
 from isentrope.parallel.rows import is_shard_mask
@@ -249,7 +250,7 @@ def _apply(
         if isinstance(position, nn.Module):  # at most one, as `check_supported` has checked
             setattr(inner, SHARED_POSITION, position.to(inner.device).train(inner.training))
     skipped: dict[nn.Module, dict[str | None, bool]] = {}
-    layouts, recipes = LayoutCache(len(plans)), collect_recipes(plans)
+    layouts, recipes, angles = LayoutCache(len(plans)), collect_recipes(plans), PlainAngles()
     for index, (info, plan) in enumerate(zip(extension.layers, plans, strict=True)):
         layer = Layer(info, plan, backend, index, layouts, recipes)
         device = next((x.device for x in info.module.parameters()), inner.device)  # packed linears have none
@@ -259,12 +260,13 @@ def _apply(
         if plan.skipped_rope is not None:
             in_pages = plan.rotated_recipe is not None
             skipped.setdefault(plan.skipped_rope.module, {})[plan.skipped_rope.layer_type] = in_pages
+            angles.spare_rotation(info.module)
         if plan.theta is not None and info.rope is not None:
             _write_frequencies(extension, info.rope, plan.theta)
     consecutive = not all(info.receives_positions for info in extension.layers)
     handles = extension.handles
     for module, layer_types in skipped.items():
-        hook = SkipRotation(module, layer_types, consecutive, layouts)
+        hook = SkipRotation(module, layer_types, consecutive, layouts, angles)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     handles.append(inner.base_model.register_forward_pre_hook(_check_implementation))
     handles.append(inner.base_model.register_forward_pre_hook(Placement(inner.base_model, extension.layers).check))
@@ -335,6 +337,7 @@ def _undo(model: nn.Module, inner: PreTrainedModel, extension: Extension) -> Non
     for info in extension.layers:
         if hasattr(info.module, LAYER):
             delattr(info.module, LAYER)
+        restore_rotation(info.module)
     if hasattr(inner, SHARED_POSITION):
         delattr(inner, SHARED_POSITION)
     for original, own, values in extension.configs:

@@ -18,7 +18,7 @@ from isentrope.core.dtypes import get_autocast_dtype
 from isentrope.core.layout import Layout
 from isentrope.core.region import CAUSAL, EVERYTHING, Region
 from isentrope.functional import attention, build_attention, plan_attention, run_attention, run_plan
-from isentrope.hf.decoding import prepare_launch, run_launch, takes_launch
+from isentrope.hf.decoding import prepare_launch, run_earlier, run_launch, takes_launch
 from isentrope.hf.introspection import LayerInfo
 from isentrope.hf.layer_plan import LayerPlan
 from isentrope.hf.layout_cache import CachedLayout, LayoutCache, LayoutKind, TracedCall, TracedLayout
@@ -359,7 +359,7 @@ def attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend in an extended model; the signature is that of transformers' `AttentionInterface`."""
-    layer = get_layer(module)
+    layer: Any = module._modules.get(LAYER)  # `getattr` finds modules last, in Python
     if layer is None:
         raise RuntimeError(
             "this model's config has an isentrope recipe that was not applied: load it with "
@@ -373,8 +373,12 @@ def attention_forward(
         raise ValueError(HEADS_ERROR.format(expected=layer.heads, actual=query.shape[1]))
     if layer.rolled:
         query, key = query.roll(layer.rolled, -1), key.roll(layer.rolled, -1)
-    call = LayerCall(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux)
     step = others.get(PAGED_STEP)
+    if not torch.compiler.is_dynamo_compiling() and step is None and s_aux is None and not dropout:
+        out = run_earlier(layer, query, key, value, attention_mask, scaling, position_ids)
+        if out is not None:
+            return out, None
+    call = LayerCall(module, query, key, value, attention_mask, scaling, dropout, position_ids, s_aux)
     return (layer(call) if step is None else step.attend(layer, call)), None
 
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -202,7 +203,7 @@ class LayoutCache:
     def _reference(self, tensor: Tensor | None, kind: Hashable) -> Callable[[], Tensor | None]:
         """Refer to a tensor weakly; the entry goes when the tensor does."""
         if tensor is None:
-            return _none
+            return NoneType
 
         def forget(reference: Any) -> None:
             entry = self.entries.get(kind)
@@ -213,10 +214,6 @@ class LayoutCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayoutCache, (self.layer_count,)
-
-
-def _none() -> None:
-    return None
 
 
 def _note_thread(threads: set[int], belongs: bool) -> None:

@@ -100,10 +100,11 @@ class ModelRope:
 
     def as_model(self, model_type: str = "model", length: Tensor | int = 1) -> ModelRotary:
         """Describe the model's rotation, in rows of this length, to a position method."""
-        layout, base = "interleaved" if self.interleaved else "half", self.parameters.get("rope_theta")
-        base = None if base is None else float(base)
-        model = ModelRotary(model_type, self.theta.float(), layout, self.kind, base, self.parameters)
-        if self.kind != "longrope":
+        parameters = self.parameters  # a config answers slowly
+        layout, base = "interleaved" if self.interleaved else "half", parameters.get("rope_theta")
+        base, kind = None if base is None else float(base), parameters.get("rope_type", "default")
+        model = ModelRotary(model_type, self.theta.float(), layout, kind, base, parameters)
+        if kind != "longrope":
             return model
         # by the config: the buffer has those of the last pass
         device = length.device if isinstance(length, Tensor) else self.theta.device

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from isentrope.core.compile import values_are_readable
-from isentrope.hf.introspection import skip_rotation
 from isentrope.hf.layout_cache import LayoutCache
 from isentrope.hf.rope import bind_arguments, list_arguments
+from isentrope.hf.unrotated import PlainAngles
 
 
 class SkipRotation:
@@ -19,12 +19,19 @@ class SkipRotation:
     layer_types: whether layers of each type read pages of rotated keys, so that the module rotates in a paged step.
     consecutive: the model does not hand positions on to attention, so that they must not jump.
     layouts: of the model, which knows whether a pass is over pages.
+    angles: of the model, in place of those of the module.
     """
 
     def __init__(
-        self, module: nn.Module, layer_types: dict[str | None, bool], consecutive: bool, layouts: LayoutCache
+        self,
+        module: nn.Module,
+        layer_types: dict[str | None, bool],
+        consecutive: bool,
+        layouts: LayoutCache,
+        angles: PlainAngles,
     ) -> None:
         self.names, self.consecutive, self.layouts = list_arguments(module), consecutive, layouts
+        self.angles = angles
         self.skipped = set(layer_types)
         self.skipped_in_pages = {kind for kind, rotated in layer_types.items() if not rotated}
 
@@ -38,7 +45,7 @@ class SkipRotation:
             positions = _get_text_positions(positions)
         if self.consecutive and values_are_readable(positions) and bool((positions.diff(dim=-1) > 1).any()):
             raise ValueError("position_ids: expected consecutive positions, this model does not show attention others")
-        return skip_rotation(module, args, kwargs, output)
+        return self.angles.make(module, args, kwargs, output, positions.shape[-1] == 1)
 
 
 def _get_text_positions(positions: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from isentrope.backends.decode.blocks import (
     fit_angles,
     share_heads,
 )
-from isentrope.core.compile import device_context
+from isentrope.core import compile as compiling
+from isentrope.core import launching
 from isentrope.core.launching import RepeatedLaunch, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
@@ -107,21 +108,31 @@ class DecodeLaunch:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Write the output, in memory (batch, heads, 1, dv), and the log-sum-exp, where one is given."""
+        stream = None
+        if q.is_cuda:
+            index = q.device.index
+            if index != compiling.current_device():  # where Triton launches its kernels
+                with torch.cuda.device(q.device):
+                    self.run(q, k, v, out, lse)
+                return
+            stream = launching.current_stream(index)
         if self.splits == 1:  # nothing to merge; without a kernel of its own, so that no length compiles another
             partial = q.new_empty(self.outputs, dtype=torch.float32) if lse is None else lse
             lses = partial.data_ptr()
         else:  # outputs of the splits, and log-sum-exps from an address on
             partial = q.new_empty(self.partial_size + self.outputs * self.splits, dtype=torch.float32)
             lses = partial.data_ptr() + partial.element_size() * self.partial_size
-        with device_context(q):
-            self._attend.run(
-                (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), partial.data_ptr(), lses),
-                lambda: (q, k, v, out, partial, _view_from(partial, lses)),
-            )
-            if self.splits > 1:
-                self._run_merge(partial, lses, out, lse)
+        self._attend.run(
+            (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), partial.data_ptr(), lses),
+            lambda: (q, k, v, out, partial, _view_from(partial, lses)),
+            stream=stream,
+        )
+        if self.splits > 1:
+            self._run_merge(partial, lses, out, lse, stream)
 
-    def _run_merge(self, partial: Tensor, lse_address: int, out: Tensor, lse: Tensor | None) -> None:
+    def _run_merge(
+        self, partial: Tensor, lse_address: int, out: Tensor, lse: Tensor | None, stream: int | None
+    ) -> None:
         """Launch the kernel that merges the splits."""
         if (merge := self._merge.get(lse is not None)) is None:
             constants = {**self._merge_constants, "LSE": lse is not None}
@@ -131,6 +142,7 @@ class DecodeLaunch:
         merge.run(
             (partial.data_ptr(), lse_address, out.data_ptr(), written.data_ptr()),
             lambda: (partial, _view_from(partial, lse_address), out, written),
+            stream=stream,
         )
 
 
