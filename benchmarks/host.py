@@ -60,6 +60,7 @@ GPU_MODEL_RECIPES = {
     "ReRoPE + retrieve": "rerope:window=32+retrieve:blocks=1,size=16,sinks=16",
 }
 GPU_LAYERS = 2, 8
+ONE_PASS_RECIPES, ONE_PASS_HEAD_SIZE = ("ReRoPE", "SelfExtend"), 64  # of the kernel for Hopper
 GPU_KEYS, GPU_HEAD_SIZE, GPU_CALLS = 256, 32, 15  # so few calls that some repeats run undisturbed
 
 
@@ -98,11 +99,13 @@ def count_entered(run: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.disable()  # what is let go of elsewhere may enter functions too
     sys.setprofile(trace)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -134,22 +137,26 @@ def attention_rows(calls: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_gpu_call(recipe: str, queries: int) -> Callable[[], object]:
+def make_gpu_call(recipe: str, queries: int, size: int = GPU_HEAD_SIZE) -> Callable[[], object]:
     """Return a call of a recipe in half precision, for `stub_gpu`."""
-    sizes = queries, GPU_KEYS, GPU_KEYS
-    q, k, v = (torch.randn(1, HEADS, n, GPU_HEAD_SIZE, dtype=torch.bfloat16) for n in sizes)
+    q, k, v = (torch.randn(1, HEADS, n, size, dtype=torch.bfloat16) for n in (queries, GPU_KEYS, GPU_KEYS))
     return partial(ise.attention, q, k, v, recipe, causal=True)
 
 
 def gpu_rows(calls: int) -> list[dict[str, Any]]:
-    """`attention` up to its kernels, as a GPU's host runs it: a prompt, and one query against a cache."""
+    """`attention` up to its kernels, as the host of a GPU runs it: a prompt, and one query against a cache."""
     from stub_gpu import stub_gpu  # Triton may not be installed
 
     rows = []
-    with stub_gpu():
-        for kind, queries in (("prompt, GPU", GPU_KEYS), ("decode, GPU", 1)):
-            for name, text in GPU_RECIPES.items():
-                run = make_gpu_call(text, queries)
+    kinds = (
+        ("prompt, GPU", GPU_KEYS, GPU_HEAD_SIZE, GPU_RECIPES),
+        ("prompt, GPU, one pass", GPU_KEYS, ONE_PASS_HEAD_SIZE, ONE_PASS_RECIPES),
+        ("decode, GPU", 1, GPU_HEAD_SIZE, GPU_RECIPES),
+    )
+    for kind, queries, size, names in kinds:
+        with stub_gpu(one_pass=size == ONE_PASS_HEAD_SIZE):
+            for name in names:
+                run = make_gpu_call(GPU_RECIPES[name], queries, size)
                 functions = count_functions(run)
                 us = time_calls(run, GPU_CALLS, max(1, calls))
                 rows.append({"what": kind, "recipe": name, "functions": functions, "us": us})
@@ -279,7 +286,7 @@ def main() -> None:
         unit = "functions" if options.stub_gpu else "operations"
         other = "operations" if options.stub_gpu else "functions"
         more = f" {row[other]:7.0f} {other}" if other in row else ""
-        print(f"{row['what']:15} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us", flush=True)
+        print(f"{row['what']:21} {row['recipe']:45} {row[unit]:5.0f} {unit}{more} {row['us']:9.0f} us", flush=True)
         with write_atomically(options.out) as file:
             file.write_text(json.dumps({"provenance": provenance, "rows": rows}, indent=1) + "\n")
 

@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from triton.compiler import CompiledKernel
 
 from isentrope.backends import sdpa, tile_kernels
+from isentrope.backends.band import spans
+from isentrope.core import compile as compiling
+from isentrope.core import launching
 from isentrope.core.caching import clear_caches
 
 HOPPER = SimpleNamespace(capability=(9, 0), shared_memory_per_block_optin=232448, multi_processor_count=132)
@@ -56,11 +59,12 @@ def _make_lse(q: Tensor) -> Tensor:
 
 
 @contextmanager
-def stub_gpu(card: Any = HOPPER) -> Iterator[Launches]:
+def stub_gpu(card: Any = HOPPER, one_pass: bool = False) -> Iterator[Launches]:
     """Let tensors on the CPU pass for those of a card; what is cached meanwhile is dropped at the end.
 
     Args:
         card: its compute capability, the shared memory of a program in bytes, and how many multiprocessors it has.
+        one_pass: whether the kernel for Hopper takes calls of any length, under any release of Triton.
 
     Yields:
         The launches of Triton's kernels so far.
@@ -76,12 +80,17 @@ def stub_gpu(card: Any = HOPPER) -> Iterator[Launches]:
         (torch.cuda, "get_device_capability", lambda device=None: card.capability),
         (torch.cuda, "get_device_properties", lambda device=None: card),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "current_device", lambda: None),  # the index of the CPU
+        (compiling, "current_device", lambda: None),  # the index of the CPU
+        (launching, "current_stream", lambda index: None),
         (triton.JITFunction, "run", lambda kernel, *arguments, **options: StubKernel(launches)),
         (tile_kernels, "aten", kernels),
         (F, "scaled_dot_product_attention", _attend),
         (sdpa, "tiles_on_cpu", lambda branch, sharing=1: None),
     ]
+    if one_pass:
+        release = tuple(map(int, triton.__version__.split(".")[:2]))
+        limits = {"MIN_TILES": 0, "TRITON_RELEASES": (release,)}
+        replacements += [(spans, name, value) for name, value in limits.items()]
     clear_caches(keep_compiled=True)
     try:
         with ExitStack() as stack:

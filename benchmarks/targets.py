@@ -29,7 +29,7 @@ from calls import (
 from inputs import AWAY
 from limits import find_limit
 from measure import Call, Job, Row, Sizes, captured, rates, shorten, times
-from methods import ALIBI, branched, folded, windowed, with_far_law
+from methods import ALIBI, Method, branched, folded, windowed, with_far_law
 from torch import Tensor
 
 import isentrope as ise
@@ -48,7 +48,8 @@ def targets(size: Sizes) -> Iterator[Job]:
     for case in list_prompts(size):
         yield from _list_jobs(size, case)
     yield from _list_decoding(size)
-    for case in (*list_switched(size), *list_rows(size), *list_bidirectional(size), *list_retrieve(size)):
+    lists = list_switched, list_rows, list_bidirectional, list_retrieve, list_odd_rows
+    for case in (case for each in lists for case in each(size)):
         yield from _list_jobs(size, case)
 
 
@@ -105,7 +106,7 @@ def list_switched(size: Sizes) -> Iterator[Case]:
     two, middle, long = branched(size.windows[0])[0], size.middle, size.long
     shape, pairs = make_shape(size, size.short), count_pairs(size.short, size.short)
     plain = partial(rope_sdpa, size)
-    backward = (switches.BAND_BACKWARD,)
+    backward = (switches.BAND_SPANS_BACKWARD,)
     yield Case("backward", two.name, two.recipe, shape, pairs, 1.12, plain, grad=True, switches=backward)
     shape, pairs = make_shape(size, middle), count_pairs(middle, middle)
     options = {**CAUSAL, "return_entropy": True}
@@ -130,24 +131,24 @@ def list_rows(size: Sizes) -> Iterator[Case]:
     lengths = tuple(size.short * n // 16 for n in range(1, 9))
     padded = make_shape(size, lengths[-1])._replace(batch=len(lengths))
     packed = make_shape(size, sum(lengths))
-    switched = {
-        ("padded", False): (switches.BAND_ROWS,), ("packed", False): (switches.BAND_SPANS,),
-        ("padded", True): (switches.PACKED_PADDING,),
-    }  # fmt: skip
-    for grad in (False, True):
-        for how, shape in (("padded", padded), ("packed", packed)):
-            for method in (branched(near)[0], windowed(near)[0]):
-                pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
-                name = f"{method.name}, {how}" + (", backward" if grad else "")
-                used, base = switched.get((how, grad), ()), partial(equal_rows, size)
-                if used == (switches.BAND_ROWS,) and method.window is None:
-                    used = (switches.BAND_SPANS_PADDING,)  # without BAND_ROWS, FlexAttention compiles for each
-                mean = sum(lengths) // len(lengths)
-                equal = len(lengths) * count_pairs(mean, mean, window=method.window)
-                yield Case(
-                    "rows", name, method.recipe, shape, pairs, 1.1, base, CAUSAL, lengths, grad, used, bool(used),
-                    equal,
-                )  # fmt: skip
+    mean = sum(lengths) // len(lengths)
+
+    def make(method: Method, how: str, shape: Shape, more: str = "", **options: Any) -> Case:
+        pairs = sum(count_pairs(n, n, window=method.window) for n in lengths)
+        equal = len(lengths) * count_pairs(mean, mean, window=method.window)
+        options = {"target": 1.1, "lengths": lengths, "equal_pairs": equal, **options}
+        name, base = f"{method.name}, {how}{more}", partial(equal_rows, size)
+        return Case("rows", name, method.recipe, shape, pairs, baseline=base, **options)
+
+    both = ("padded", padded), ("packed", packed)
+    for method in (branched(near)[0], windowed(near)[0]):
+        for how, shape in both:
+            rows = how == "padded" and method.window is not None
+            yield make(method, how, shape, switches=(switches.BAND_ROWS if rows else switches.BAND_SPANS,))
+    for method in (branched(near)[0], windowed(near)[0]):
+        for how, shape in both:  # without its switch FlexAttention would compile for each of them
+            used = (switches.BAND_SPANS_BACKWARD,)
+            yield make(method, how, shape, ", backward", grad=True, switches=used, compared=False)
 
 
 def list_bidirectional(size: Sizes) -> Iterator[Case]:
@@ -162,6 +163,17 @@ def list_bidirectional(size: Sizes) -> Iterator[Case]:
                     "bidirectional", f"{method.name}, d {head_size}", method.recipe, shape, pairs, 1.1,
                     partial(rope_sdpa, size), BOTH, switches=(switches.BAND_SPANS,),
                 )  # fmt: skip
+
+
+def list_odd_rows(size: Sizes) -> Iterator[Case]:
+    """Padded rows with a head size that the band kernel refuses, and gradients, for which FlexAttention compiles."""
+    method, n = windowed(size.windows[0])[0], size.short // 4
+    lengths = tuple(n * i // 4 for i in range(1, 5))
+    shape = make_shape(size, n)._replace(batch=len(lengths), head_size=96)
+    pairs = sum(count_pairs(x, x, window=method.window) for x in lengths)
+    base, used = partial(equal_rows, size), (switches.PACKED_PADDING,)
+    name = f"{method.name}, padded, d 96, backward"
+    yield Case("rows", name, method.recipe, shape, pairs, None, base, CAUSAL, lengths, True, used)
 
 
 def list_retrieve(size: Sizes) -> Iterator[Case]:
