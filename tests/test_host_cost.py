@@ -83,7 +83,7 @@ def test_a_decoded_token_costs_the_host_little_more_than_without_a_recipe(host, 
     for recipe in list(host.GPU_MODEL_RECIPES)[1:]:
         layer, others = (rows[recipe, what] for what in ("token, a layer", "token, the rest"))
         # queries and keys are not rotated by cos 1 and sin 0; the kernels of `retrieve` count their programs
-        operations, functions = (-14, 13) if "retrieve" in recipe else (-15, 10)
+        operations, functions = (-14, 15) if "retrieve" in recipe else (-15, 12)
         assert layer["operations"] - plain["operations"] <= operations
         assert layer["functions"] - plain["functions"] <= functions
         assert others["operations"] - rest["operations"] <= 41

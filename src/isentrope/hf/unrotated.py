@@ -70,7 +70,8 @@ class PlainAngles:
         pair = self.current.get(id(cos))
         if pair is None or pair[0] is not cos or pair[1] is not sin:
             return None
-        return pair if all(x.is_inference() or not x._version for x in pair) else None
+        unchanged = cos.is_inference() or not (cos._version or sin._version)  # those of inference mode have no version
+        return pair if unchanged else None
 
     def spare_rotation(self, module: nn.Module) -> None:
         """Let an attention module leave out the rotation by these, where its class rotates by `ROTATE`."""
