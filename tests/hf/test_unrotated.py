@@ -141,7 +141,7 @@ def test_an_attention_module_is_freed_without_the_garbage_collector():
     decode(model)
     ise.restore(model)
     attention = model.model.layers[0].self_attn
-    PlainAngles().spare_rotation(attention)
+    PlainAngles().omit_rotation(attention)
     reference = weakref.ref(attention)
     gc.disable()
     try:

@@ -29,34 +29,26 @@ def launch(
     `inverse`: rotated backwards; `rounded`: with products in the dtype of x, as torch computes them one by one;
     `total`: what the result is added to, in place.
     """
-    y = torch.empty_like(x) if total is None else total
-    unused = y
-    tensors = x, y, unused if cos is None else cos, unused if sin is None else sin, unused if tau is None else tau
-    flags = {"NORMALISE": normalise, "INVERSE": inverse, "ROUNDED": rounded, "ADD": total is not None}
-    grid, numbers, constants = _work_out(x, y, cos, tau, flags)
-    # a fused product would not be rounded
-    launch_kernel(_rotate_and_scale, grid, tensors, numbers, constants, {"enable_fp_fusion": not rounded})
-    return y
-
-
-def _work_out(
-    x: Tensor, y: Tensor, cos: Tensor | None, tau: Tensor | None, flags: dict[str, bool]
-) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, int]]:
-    """Return the grid, the numbers and the constants of a launch."""
     batch, heads, length, size = x.shape
-    lanes = next_power_of_2(size)
-    rows = max(1, BLOCK_ENTRIES // lanes)
-    return (
+    y = torch.empty_like(x) if total is None else total
+    rows = max(1, BLOCK_ENTRIES // next_power_of_2(size))
+    unused = y
+    launch_kernel(
+        _rotate_and_scale,
         (-(-length // rows), -(-heads // HEADS_PER_PROGRAM), batch),
+        (x, y, unused if cos is None else cos, unused if sin is None else sin, unused if tau is None else tau),
         (
             *list_strides(x, y), *broadcast_strides(cos, 0, 2), *broadcast_strides(tau, 0, 1, 2),
             heads, length,
         ),
         {
-            "HALF": size // 2, "LANES": lanes // 2, "ROWS": rows, "HEADS": HEADS_PER_PROGRAM,
-            "ROTATE": cos is not None, "TAU": tau is not None, **flags,
+            "HALF": size // 2, "LANES": next_power_of_2(size // 2), "ROWS": rows, "HEADS": HEADS_PER_PROGRAM,
+            "ROTATE": cos is not None, "TAU": tau is not None, "NORMALISE": normalise, "INVERSE": inverse,
+            "ROUNDED": rounded, "ADD": total is not None,
         },
+        {"enable_fp_fusion": not rounded},  # a fused product would not be rounded
     )  # fmt: skip
+    return y
 
 
 def list_strides(*tensors: Tensor) -> list[int]:

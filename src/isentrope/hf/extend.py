@@ -260,7 +260,7 @@ def _apply(
         if plan.skipped_rope is not None:
             in_pages = plan.rotated_recipe is not None
             skipped.setdefault(plan.skipped_rope.module, {})[plan.skipped_rope.layer_type] = in_pages
-            angles.spare_rotation(info.module)
+            angles.omit_rotation(info.module)
         if plan.theta is not None and info.rope is not None:
             _write_frequencies(extension, info.rope, plan.theta)
     consecutive = not all(info.receives_positions for info in extension.layers)

@@ -73,7 +73,7 @@ class PlainAngles:
         unchanged = cos.is_inference() or not (cos._version or sin._version)  # those of inference mode have no version
         return pair if unchanged else None
 
-    def spare_rotation(self, module: nn.Module) -> None:
+    def omit_rotation(self, module: nn.Module) -> None:
         """Let an attention module leave out the rotation by these, where its class rotates by `ROTATE`."""
         plain = type(module).forward
         # what has another forward already belongs to somebody else
@@ -97,7 +97,7 @@ class PlainAngles:
 
 
 def restore_rotation(module: nn.Module) -> None:
-    """Undo `PlainAngles.spare_rotation`."""
+    """Undo `PlainAngles.omit_rotation`."""
     if type(module.__dict__.get("forward")) is UnrotatedForward:
         del module.__dict__["forward"]
     if type(module.__dict__.get(REPLICATE)) is Replication:
