@@ -21,7 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Swizzled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.core.caching import MAX_LAUNCHES, register_clear
-from isentrope.core.compile import device_context
+from isentrope.core.compile import cuda_capability_major, device_context
+from isentrope.core.tile_shapes import HOPPER
 
 DESCRIPTORS = TensorDescriptor, SwizzledDescriptor
 ALIGNMENT_BYTES = 16  # of pointers, which kernels are compiled for
@@ -166,6 +167,11 @@ def _make_key(
 def are_aligned(addresses: Iterable[int]) -> bool:
     """Return whether kernels that were compiled for aligned pointers take all of these."""
     return reduce(or_, addresses) % ALIGNMENT_BYTES == 0
+
+
+def can_overlap_launches(x: Tensor) -> bool:
+    """Return whether a kernel on x's device may start before the one it waits for has ended."""
+    return x.is_cuda and torch.version.hip is None and cuda_capability_major(x.device) >= HOPPER
 
 
 def next_power_of_2(n: int) -> int:

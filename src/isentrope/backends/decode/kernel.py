@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isentrope.backends.decode.blocks import (
     MIN_KEYS,
@@ -23,7 +24,7 @@ from isentrope.backends.decode.blocks import (
 )
 from isentrope.core import compile as compiling
 from isentrope.core import launching
-from isentrope.core.launching import RepeatedLaunch, next_power_of_2
+from isentrope.core.launching import RepeatedLaunch, can_overlap_launches, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
 MERGED_SPLITS = 64  # held in registers at a time
@@ -99,11 +100,11 @@ class DecodeLaunch:
             "BRANCHES": bounds.shape[1], **{f"TAU{n}": x is not None for n, x in enumerate(taus)},
             **{f"OFFSET{n}": x is not None for n, x in enumerate(offsets)}, "NORMALISE": normalise,
             "ROTATE_Q0": rotated[0], "ROTATE_K0": rotated[1], "ROTATE_Q1": rotated[2], "ROTATE_K1": rotated[3],
-            "IEEE": q.dtype == torch.float32,
+            "IEEE": q.dtype == torch.float32, "OVERLAP": (overlap := can_overlap_launches(q)),
         }  # fmt: skip
         options = {"num_stages": stages, "num_warps": warps}
         self._attend = RepeatedLaunch(_attend_split, (rows, splits, 1), tensors, numbers, constants, options)
-        self._merge_constants = {"VALUE_SIZE": value_size, "CHUNK": MERGED_SPLITS}
+        self._merge_constants = {"VALUE_SIZE": value_size, "CHUNK": MERGED_SPLITS, "OVERLAP": overlap}
         self._merge: dict[bool, RepeatedLaunch] = {}  # by whether the log-sum-exp is written
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -136,7 +137,8 @@ class DecodeLaunch:
         """Launch the kernel that merges the splits."""
         if (merge := self._merge.get(lse is not None)) is None:
             constants = {**self._merge_constants, "LSE": lse is not None}
-            merge = RepeatedLaunch(_merge_splits, (self.outputs, 1, 1), (), (self.splits,), constants)
+            options = {"launch_pdl": True} if constants["OVERLAP"] else None
+            merge = RepeatedLaunch(_merge_splits, (self.outputs, 1, 1), (), (self.splits,), constants, options)
             self._merge[lse is not None] = merge
         written = partial if lse is None else lse
         merge.run(
@@ -272,7 +274,7 @@ def _attend_split(
     BLOCK: tl.constexpr, BRANCHES: tl.constexpr, TAU0: tl.constexpr, TAU1: tl.constexpr, TAU2: tl.constexpr,
     OFFSET0: tl.constexpr, OFFSET1: tl.constexpr, OFFSET2: tl.constexpr, NORMALISE: tl.constexpr,
     ROTATE_Q0: tl.constexpr, ROTATE_K0: tl.constexpr, ROTATE_Q1: tl.constexpr, ROTATE_K1: tl.constexpr,
-    IEEE: tl.constexpr,
+    IEEE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute output and log-sum-exp of the queries of `HEADS` key heads over one split of the visible keys."""
     batch, first_head = (tl.program_id(0) // head_groups).to(tl.int64), tl.program_id(0) % head_groups * HEADS
@@ -355,6 +357,8 @@ def _attend_split(
                     ROTATE_K1, NORMALISE, IEEE,
                 )  # fmt: skip
 
+    if OVERLAP:
+        gdc_launch_dependents()  # the merge may start, which waits for what is written here
     row_sum = tl.sum(weights, 1)
     denominator = tl.where(row_sum > 0, row_sum, 1.0)
     index = (batch * head_groups * count + q_head_index) * splits + split
@@ -369,9 +373,12 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits(
-    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, CHUNK: tl.constexpr, LSE: tl.constexpr,
+    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one head, a chunk at a time, so that one kernel serves any number; lse is for `LSE` alone."""
+    if OVERLAP:
+        gdc_wait()
     head, value_lane = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_SIZE)
     partial_lse += head * splits
     partial_out += head * splits * VALUE_SIZE
