@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isentrope.backends.band.copy_engine import describe_blocks
-from isentrope.backends.band.hopper_kernel import CACHED_BYTES, STAGES, _attend_spans
+from isentrope.backends.band.hopper_kernel import CACHED_BYTES, Q_STAGES, STAGES, _attend_spans
 from isentrope.backends.band.hopper_tile_kernel import COLUMNS, ROWS
 from isentrope.backends.band.intervals import Attended
 from isentrope.backends.band.key_span import MAX_SPANS, TILE_QUERIES, KeySpan
@@ -68,9 +68,9 @@ class SpanLaunch:
         numbers += broadcast_strides(spans[0].interval and spans[0].interval[0], 0)
         numbers += [heads, heads * batch, queries, keys, tiles, nearby, scale / log(2)]
         constants = {
-            "SPANS": len(spans), "GROUPS": heads // kv_heads, "SIZE": size, "STAGES": STAGES[size], **flags,
-            "NORMALISE": normalise, "INTERVALS": intervals, "FOLDED": any(x.q is not q for x in spans),
-            "ENTROPY": need_entropy, "PADDED": padded,
+            "SPANS": len(spans), "GROUPS": heads // kv_heads, "SIZE": size, "STAGES": STAGES[size],
+            "Q_STAGES": Q_STAGES, **flags, "NORMALISE": normalise, "INTERVALS": intervals,
+            "FOLDED": any(x.q is not q for x in spans), "ENTROPY": need_entropy, "PADDED": padded,
         }  # fmt: skip
         grid = min(tiles, count_multiprocessors(q.device)), 1, 1
         options = {"num_warps": ROWS.value // 16}
