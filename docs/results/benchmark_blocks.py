@@ -1,4 +1,4 @@
-"""Blocks of docs/performance.md, printed from results files of `benchmarks/run.py`.
+"""Blocks of docs/performance.md and docs/performance-details.md, printed from results files of `benchmarks/run.py`.
 
 After a new run: put its file into benchmarks/results, add its name at the end of `FILES`, and write the page anew:
 
@@ -47,6 +47,9 @@ FILES: dict[str, tuple[str, ...]] = {  # and the groups that are taken from each
     "2026-11-19-h200-gradients.json": (),
     "2026-11-19-h200-decoding-4.json": (),
     "2026-11-19-h200-rows-2.json": (),
+    "2026-11-20-h200-queries-1.json": ("bidirectional",),
+    "2026-11-20-h200-queries-2.json": (),
+    "2026-11-20-h200-queries-3.json": (),
 }
 # Rows at 4,096 tokens that are not used, by file. Those of TARGETS waited for the host: their baselines took 28 to 71 %
 # longer than in an earlier run, and with heads of 64 two thirds of what 8,192 tokens take, which are four times the

@@ -57,6 +57,7 @@ PAGES = (
     "docs/results/share/README.md",
     "docs/laws.md",
     "docs/performance.md",
+    "docs/performance-details.md",
     "README.md",
 )
 BLOCK = re.compile(r"(<!-- numbers: (\S+)((?: \S+)*) -->\n)(.*?)(<!-- end -->)", re.S)

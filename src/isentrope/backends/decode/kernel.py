@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from isentrope.backends.decode.blocks import (
     MIN_KEYS,
@@ -22,12 +22,12 @@ from isentrope.backends.decode.blocks import (
     fit_angles,
     share_heads,
 )
+from isentrope.backends.decode.merge_splits_kernel import MERGED_SPLITS, merge_splits
 from isentrope.core import compile as compiling
 from isentrope.core import launching
 from isentrope.core.launching import RepeatedLaunch, can_overlap_launches, next_power_of_2
 from isentrope.core.rotation_kernel import broadcast_strides, list_strides, normalise_halves
 
-MERGED_SPLITS = 64  # held in registers at a time
 LN2 = tl.constexpr(log(2))
 
 
@@ -138,7 +138,7 @@ class DecodeLaunch:
         if (merge := self._merge.get(lse is not None)) is None:
             constants = {**self._merge_constants, "LSE": lse is not None}
             options = {"launch_pdl": True} if constants["OVERLAP"] else None
-            merge = RepeatedLaunch(_merge_splits, (self.outputs, 1, 1), (), (self.splits,), constants, options)
+            merge = RepeatedLaunch(merge_splits, (self.outputs, 1, 1), (), (self.splits,), constants, options)
             self._merge[lse is not None] = merge
         written = partial if lse is None else lse
         merge.run(
@@ -369,34 +369,3 @@ def _attend_split(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=row_valid[:, None])
     else:
         tl.store(partial_out + place, acc, mask=row_valid[:, None])
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_splits(
-    partial_out, partial_lse, out, lse, splits, VALUE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one head, a chunk at a time, so that one kernel serves any number; lse is for `LSE` alone."""
-    if OVERLAP:
-        gdc_wait()
-    head, value_lane = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_SIZE)
-    partial_lse += head * splits
-    partial_out += head * splits * VALUE_SIZE
-    row_max, row_sum, acc = float("-inf"), 0.0, tl.zeros((VALUE_SIZE,), tl.float32)
-    for start in range(0, splits, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        valid = part < splits
-        split_lse = tl.load(partial_lse + part, mask=valid, other=float("-inf"))
-        outputs = tl.load(
-            partial_out + part[:, None] * VALUE_SIZE + value_lane[None, :], mask=valid[:, None], other=0.0
-        )
-        new_max = tl.maximum(row_max, tl.max(split_lse, 0))
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay, weight = tl.exp(row_max - anchor), tl.exp(split_lse - anchor)
-        row_sum = row_sum * decay + tl.sum(weight, 0)
-        acc = acc * decay + tl.sum(outputs * weight[:, None], 0)
-        row_max = new_max
-    denominator = tl.where(row_sum > 0, row_sum, 1.0)
-    tl.store(out + head * VALUE_SIZE + value_lane, (acc / denominator).to(out.dtype.element_ty))
-    if LSE:
-        tl.store(lse + head, tl.where(row_sum > 0, row_max + tl.log(denominator), float("-inf")))
