@@ -59,6 +59,28 @@ def test_blocks_of_decoding_fit_a_multiprocessor(d, heads, kv_heads):
         assert error(attention(q, k, v, text, causal=True, backend="decode"), truth) < 2e-2
 
 
+@pytest.mark.gpu
+def test_a_captured_query_is_merged_after_its_splits():
+    """The merge is launched before they are done; several calls in turn, whose memory is used again."""
+    tensors = Setting(1, 4000, heads=9, kv_heads=3, d=64, dv=64).tensors(torch.bfloat16, "cuda")
+
+    def run():
+        with torch.no_grad():
+            return [attention(*tensors, "rerope:window=24", causal=True, backend="decode") for _ in range(4)]
+
+    run()  # kernels are compiled
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for _ in range(3):
+        for x in tensors:
+            x.copy_(torch.randn_like(x))
+        truth = attention(*(x.double() for x in tensors), "rerope:window=24", causal=True, backend="reference")
+        graph.replay()
+        assert all(error(out, truth) < 2e-2 for out in (*outs, *run()))
+
+
 @pytest.mark.skipif(not compiled.HAS_TRITON, reason="needs Triton")
 def test_splits_of_decoding_fill_the_multiprocessors():
     from isentrope.backends.decode.blocks import (

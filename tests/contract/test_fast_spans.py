@@ -180,16 +180,47 @@ def test_gradients_of_a_part_of_a_row(text, launches, gradients):
 
 @pytest.mark.gpu
 @ONLY_HOPPER
-def test_many_tiles_of_one_launch(launches):
-    """More tiles than programs, each of which takes several, and twice the same bits."""
-    setting = Setting(3001, 3001, batch=3, heads=12, kv_heads=3, d=128, dv=128)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("text", ["rope+window:size=700", "rerope:window=700"])
+def test_many_tiles_of_one_launch(text, d, causal, launches):
+    """More tiles than programs, each of which takes several, of one to three spans, and twice the same bits."""
+    setting = Setting(3001, 3001, batch=3, heads=12, kv_heads=3, d=d, dv=d)
     q, k, v = setting.tensors(torch.bfloat16, "cuda")
-    recipe = "rerope:window=700"
     with torch.no_grad():
-        out, again = (attention(q, k, v, recipe, causal=True, backend="band") for _ in range(2))
-        truth = attention(q.float(), k.float(), v.float(), recipe, causal=True, backend="chunked")
+        out, again = (attention(q, k, v, text, causal=causal, backend="band") for _ in range(2))
+        truth = attention(q.float(), k.float(), v.float(), text, causal=causal, backend="chunked")
     assert len(launches) == 2 and torch.equal(out, again)
     assert error(out, truth.double()) < 2e-2
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.parametrize("left_padded", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_padded_tiles_of_one_launch(d, left_padded, launches):
+    """Tiles of nothing but padding, which is NaN, between those that programs take."""
+    setting = Setting(3001, 3001, batch=3, heads=12, kv_heads=3, d=d, dv=d)
+    check_many_padded_tiles("cuda", torch.bfloat16, "band", setting, torch.tensor([3001, 40, 1500]), left_padded)
+    assert launches
+
+
+def check_many_padded_tiles(device, dtype, backend, setting, lengths, left_padded):
+    """Compare output, log-sum-exp and entropy of padded rows, outside their padding, with those in fp32."""
+    tensors, rows = setting.tensors(dtype, device), Rows(lengths=lengths.to(device), left_padded=left_padded)
+    results = []
+    for kind, name, padding in ((dtype, backend, torch.nan), (torch.float32, "chunked", 0.0)):
+        layout = Layout(setting.batch, setting.queries, setting.keys, tensors[0].device, rows)
+        layout.padded_queries_matter = False
+        padded = layout.padding()[0][:, None]
+        inputs = [x.to(kind).masked_fill(padded[..., None], padding) for x in tensors]
+        options = {"causal": True, "layout": layout, "return_lse": True, "return_entropy": True}
+        with torch.no_grad():
+            out, aux = attention(*inputs, "rerope:window=700", backend=name, **options)
+        results.append([out.float().masked_fill(padded[..., None], 0.0)])
+        results[-1] += [x.float().masked_fill(padded, 0.0) for x in (aux.lse, aux.entropy)]
+    for ours, exact in zip(*results, strict=True):
+        assert error(ours, exact.double()) < 2e-2
 
 
 def test_whole_rows_without_a_querys_own_key_are_left_to_other_kernels():

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Swizzled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isentrope.core.caching import MAX_LAUNCHES, register_clear
-from isentrope.core.compile import cuda_capability_major, device_context
+from isentrope.core.compile import TRITON_INTERPRETED, cuda_capability_major, device_context
 from isentrope.core.tile_shapes import HOPPER
 
 DESCRIPTORS = TensorDescriptor, SwizzledDescriptor
@@ -171,7 +171,9 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 def can_overlap_launches(x: Tensor) -> bool:
     """Return whether a kernel on x's device may start before the one it waits for has ended."""
-    return x.is_cuda and torch.version.hip is None and cuda_capability_major(x.device) >= HOPPER
+    if not x.is_cuda or TRITON_INTERPRETED or torch.version.hip is not None:
+        return False
+    return cuda_capability_major(x.device) >= HOPPER
 
 
 def next_power_of_2(n: int) -> int:

@@ -70,8 +70,7 @@ def _multiply(PART: gl.constexpr, results, scale, shared, spans, offsets, shape,
               SIZE: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, OFFSET: gl.constexpr,
               INTERVALS: gl.constexpr, ENTROPY: gl.constexpr, PADDED: gl.constexpr):  # fmt: skip
     """Compute the 64 queries that a warpgroup has of each tile."""
-    query_buffers, key_buffers, tile_queue = shared
-    tile_info, tile_full, tile_empty = tile_queue
+    tile_info, tile_full, tile_empty = shared[2]
     done, step = 0, 0
     mbarrier.wait(tile_full.index(0), 0)
     start = get_number(tile_info, 0)

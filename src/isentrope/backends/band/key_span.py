@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isentrope.core.rotation import Angles
 
-MAX_SPANS = 3  # those whose queries and blocks of keys fit into shared memory
+MAX_SPANS = 3  # that the kernel has arguments for: near keys, and far ones on either side
 TILE_QUERIES = 128
 
 

@@ -358,7 +358,8 @@ def _attend_split(
                 )  # fmt: skip
 
     if OVERLAP:
-        gdc_launch_dependents()  # the merge may start, which waits for what is written here
+        if splits > 1:  # else what follows is a kernel that may not wait
+            gdc_launch_dependents()  # the merge may start, which waits for what is written here
     row_sum = tl.sum(weights, 1)
     denominator = tl.where(row_sum > 0, row_sum, 1.0)
     index = (batch * head_groups * count + q_head_index) * splits + split
