@@ -357,7 +357,7 @@ def _attend_split(
                     ROTATE_K1, NORMALISE, IEEE,
                 )  # fmt: skip
 
-    if OVERLAP:
+    if OVERLAP:  # noqa: SIM102 (known to the compiler, where the number of splits is not)
         if splits > 1:  # else what follows is a kernel that may not wait
             gdc_launch_dependents()  # the merge may start, which waits for what is written here
     row_sum = tl.sum(weights, 1)
