@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -176,5 +175,5 @@ def _find_places(layout: Layout, regions: tuple[Region, ...]) -> list[Place] | N
 
 
 def _bound(span: Span, keys: int) -> tuple[int, int]:
-    """Return how many keys before and after a query's own are the first and the last of a span."""
-    return keys if span.low == -inf else -int(span.low), keys if span.high == inf else int(span.high) - 1
+    """Return how many keys before and after a query's own are the first and the last of a span, at most all."""
+    return int(min(keys, -span.low)), int(min(keys, span.high - 1))
