@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from isentrope.backends.band.key_span import TILE_QUERIES, KeySpan
-from isentrope.backends.band.spans import has_kernel
+from isentrope.backends.band.spans import HEAD_DIMS, has_kernel
 from isentrope.core.compile import count_multiprocessors
 from isentrope.utils.files import write_json
 from isentrope.utils.provenance import collect_provenance
@@ -44,9 +44,12 @@ def main() -> None:
     kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds: expected some of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+    sizes = options.sizes.split(",")
+    if unknown := set(sizes) - set(map(str, HEAD_DIMS)):
+        parser.error(f"--sizes: expected some of {', '.join(map(str, HEAD_DIMS))}, got {', '.join(sorted(unknown))}")
     if not (torch.cuda.is_available() and has_kernel(torch.device("cuda"))):
         parser.error("expected a Hopper GPU, and a release of Triton on which the kernel ran")
-    rows = [measure(kind, int(size)) for size in options.sizes.split(",") for kind in kinds]
+    rows = [measure(kind, int(size)) for size in sizes for kind in kinds]
     if options.out:
         write_json(options.out, {"provenance": collect_provenance(), "rows": rows})
 

@@ -20,6 +20,7 @@ from isentrope.backends.band.hopper_tile_kernel import (
     WARPGROUPS,
     load_rows,
     put_number,
+    write_rows,
 )
 
 WARPS = gl.constexpr(4)  # that prepare queries
@@ -79,7 +80,7 @@ def prepare_queries(results, taken, query_buffers, tile_queue, operands, strides
             step += 1
         else:
             _write_nothing(results, start, head, batch, heads, queries, SIZE, ENTROPY)
-        tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")  # nothing else is read by it
+        tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")  # a count, which orders no other memory
     mbarrier.wait(tile_empty.index(step % 2), (step // 2 & 1) ^ 1)
     put_number(tile_info, step % 2 * NUMBERS, -1)
     mbarrier.arrive(tile_full.index(step % 2), count=1)
@@ -163,7 +164,7 @@ def _fold_queries(s: gl.constexpr, target, start, head, batch, queries, operands
 @gluon.jit
 def _load_queries(s: gl.constexpr, row, lane, head, batch, queries, operands, strides, HALF: gl.constexpr,
                   ROTATE: gl.constexpr, UNIFORM: gl.constexpr, TAU: gl.constexpr, FOLDED: gl.constexpr):  # fmt: skip
-    """Load both halves of some queries, their cosines and sines, and their factor; what there is not is not read."""
+    """Load both halves of some queries, and their cosines, sines and factor where a span has these."""
     q, cos, sin, tau = operands
     q_batch, q_head, q_row, angle_strides, tau_strides = strides
     valid = row < queries
@@ -215,15 +216,10 @@ def _normalise_halves(a, b):
 def _write_nothing(results, start, head, batch, heads, queries, SIZE: gl.constexpr, ENTROPY: gl.constexpr):
     """Write what queries without keys have: zeros, and a log-sum-exp of -inf."""
     out, lse, entropy, out_strides = results
-    COUNT: gl.constexpr = WARPS * 256 // SIZE
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
-    lane = gl.arange(0, SIZE, gl.SliceLayout(0, layout))
-    zeros = gl.zeros((COUNT, SIZE), out.dtype.element_ty, layout)
-    pointer = out + batch.to(gl.int64) * out_strides[0] + head.to(gl.int64) * out_strides[1]
-    for first in range(start, start + ROWS * WARPGROUPS, COUNT):
-        row = first + gl.arange(0, COUNT, gl.SliceLayout(1, layout))
-        place = row[:, None].to(gl.int64) * out_strides[2] + lane[None, :]
-        gl.store(pointer + place, zeros, mask=(row < queries)[:, None])
+    zeros = gl.zeros((ROWS, SIZE), out.dtype.element_ty, layout)
+    for part in range(WARPGROUPS):
+        write_rows(out, out_strides, zeros, start + part * ROWS, head, batch, queries, SIZE, layout)
     rows: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     row = start + gl.arange(0, ROWS * WARPGROUPS, rows)
     index = (batch.to(gl.int64) * heads + head) * queries + row
